@@ -258,7 +258,13 @@ class ServeChannel:
     """The client's end of a connection to one shard, over a connected, authenticated socket."""
 
     def __init__(
-        self, transport: str, context: TransportContext | None, fd: int, peer: str, timeout: float
+        self,
+        transport: str,
+        context: TransportContext | None,
+        fd: int,
+        seal: Seal | None,
+        peer: str,
+        timeout: float,
     ) -> None: ...
 
 class _ServeSnapshot(TypedDict):
@@ -287,6 +293,7 @@ class ServeServer:
         transport: str,
         context: TransportContext | None,
         fd: int,
+        seal: Seal | None,
         name: str,
         client: int,
         timeout: float,
@@ -414,8 +421,10 @@ class Communicator:
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
-    def adopt_control(self, fd: int, peer: int) -> None: ...
-    def adopt_link(self, lane: str, transport: str, fd: int, peer: int, timeout: float) -> None: ...
+    def adopt_control(self, fd: int, seal: Seal | None, peer: int) -> None: ...
+    def adopt_link(
+        self, lane: str, transport: str, fd: int, seal: Seal | None, peer: int, timeout: float
+    ) -> None: ...
     # Once, when all links are made.
     def join(self, family: Family) -> None: ...
     def transport_of(self, peer: int) -> str: ...
@@ -451,7 +460,7 @@ class Communicator:
     def drop(self) -> None: ...
     # Closes a failed communicator and gives its living control sockets away: (peer, descriptor,
     # what was read of its next frame).
-    def release_controls(self) -> list[tuple[int, int, bytes]]: ...
+    def release_controls(self) -> list[tuple[int, int, Seal | None, bytes]]: ...
     def release_after_fork(self) -> None: ...  # after a fork: closes what the child inherited
     @property
     def owned_here(self) -> bool: ...

@@ -18,7 +18,7 @@ PIECE = 100  # bytes that arrive at a time
 def test_one_input(data: bytes) -> None:
     """Checks that messages are well-formed and that the end is reported once."""
     ours, peer = socket.socketpair()
-    links = _links.SurvivorLinks([(1, ours.detach(), data[:7])], 3)
+    links = _links.SurvivorLinks([(1, ours.detach(), None, data[:7])], 3)
     received: list[_links.Message | _links.LinkEnded] = []
     with peer:
         for at in range(7, min(len(data), 1 << 14), PIECE):

@@ -42,15 +42,15 @@ Request make_request(const std::string& collective, const std::string& dtype, co
 }
 
 // Takes over the descriptor, even if a later line throws.
-void adopt_control(Communicator& self, int fd, Rank peer) {
-  UniqueFd socket(fd);
-  self.get().adopt_control(std::move(socket), peer);
+void adopt_control(Communicator& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer) {
+  transport::Connection connection(UniqueFd(fd), std::move(seal));
+  self.get().adopt_control(std::move(connection), peer);
 }
 
 void adopt_link(Communicator& self, const std::string& lane, const std::string& transport, int fd,
-                Rank peer, double timeout) {
-  UniqueFd socket(fd);
-  self.get().adopt_link(parse_lane(lane), transport, std::move(socket), peer, timeout,
+                shared_ptr<crypto::Seal> seal, Rank peer, double timeout) {
+  transport::Connection connection(UniqueFd(fd), std::move(seal));
+  self.get().adopt_link(parse_lane(lane), transport, std::move(connection), peer, timeout,
                         check_signals);
 }
 
@@ -97,18 +97,19 @@ void close(Communicator& self, double timeout, std::optional<double> settle, boo
   self.forget_finished();
 }
 
-// Returns (peer, descriptor, what was read of the next frame) for each peer.
-std::vector<std::tuple<Rank, int, py::bytes>> release_controls(Communicator& self) {
+// Returns (peer, descriptor, its keys, what was read of the next frame) for each peer.
+std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_controls(Communicator& self) {
   std::vector<std::pair<Rank, transport::Released>> released;
   {
     const Unlocked unlocked;
     released = self.get().release_controls();
   }
   self.forget_finished();
-  std::vector<std::tuple<Rank, int, py::bytes>> out;
-  for (auto& [peer, control] : released) out.emplace_back(peer, -1, control.received);
+  std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> out;
+  for (auto& [peer, control] : released)
+    out.emplace_back(peer, -1, control.connection.seal, control.received);
   for (std::size_t i = 0; i < out.size(); ++i)
-    std::get<1>(out[i]) = released[i].second.socket.release();
+    std::get<1>(out[i]) = released[i].second.connection.socket.release();
   return out;
 }
 
@@ -153,8 +154,8 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
         py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr)
-      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("peer"), WithoutLock())
-      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
+      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("seal"), py::arg("peer"), WithoutLock())
+      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"), py::arg("seal"),
            py::arg("peer"), py::arg("timeout"), WithoutLock())
       .def(
           "join",

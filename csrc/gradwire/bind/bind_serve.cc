@@ -146,10 +146,11 @@ Server::Options options_of(std::uint32_t shard, std::uint32_t shards, bool log) 
 }
 
 void admit(ServeServer& self, const std::string& transport, Context context, int fd,
-           const std::string& name, ClientId client, double timeout) {
-  UniqueFd socket(fd);
+           std::shared_ptr<crypto::Seal> seal, const std::string& name, ClientId client,
+           double timeout) {
+  transport::Connection connection(UniqueFd(fd), std::move(seal));
   self.server.get().admit(Channel::make(End::kServer, transport, std::move(context),
-                                        std::move(socket), name, limit_of(timeout)),
+                                        std::move(connection), name, limit_of(timeout)),
                           client);
 }
 
@@ -170,7 +171,7 @@ void bind_server(py::module_& m) {
           },
           py::arg("table"), py::arg("shard"), py::arg("version"), py::arg("steps"),
           py::arg("slots"), py::arg("log") = true)
-      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"),
+      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"),
            py::arg("name"), py::arg("client"), py::arg("timeout"), WithoutLock())
       .def(
           "snapshot",
@@ -371,14 +372,16 @@ void bind_all(py::module_& m) {
         py::arg("dtype") = "float32");
   py::class_<ServeChannel>(m, "ServeChannel")
       .def(py::init([](const std::string& transport, Context context, int fd,
-                       const std::string& peer, double timeout) {
-             UniqueFd socket(fd);
+                       std::shared_ptr<crypto::Seal> seal, const std::string& peer,
+                       double timeout) {
+             transport::Connection connection(UniqueFd(fd), std::move(seal));
              const Unlocked unlocked;
              return std::make_unique<ServeChannel>(ServeChannel{
                  OwnedHere(Channel::make(End::kClient, transport, std::move(context),
-                                         std::move(socket), peer, limit_of(timeout)))});
+                                         std::move(connection), peer, limit_of(timeout)))});
            }),
-           py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("peer"),
+           py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"),
+           py::arg("peer"),
            py::arg("timeout"));
   bind_server(m);
   bind_client(m);

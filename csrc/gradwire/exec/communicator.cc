@@ -101,15 +101,16 @@ void Communicator::set_model(schedule::CostModel model) {
   plans_.set_model(std::move(model));
 }
 
-void Communicator::adopt_control(UniqueFd socket, Rank peer) {
-  control_.adopt(std::move(socket), peer);
+void Communicator::adopt_control(transport::Connection connection, Rank peer) {
+  control_.adopt(std::move(connection), peer);
 }
 
-void Communicator::adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer,
-                              double timeout, const Interrupt& interrupt) {
+void Communicator::adopt_link(Lane lane, std::string_view transport,
+                              transport::Connection connection, Rank peer, double timeout,
+                              const Interrupt& interrupt) {
   Links& links = lane == Lane::kCollective ? links_ : transfer_links_;
   try {
-    links.offer(transport, std::move(socket), peer);
+    links.offer(transport, std::move(connection), peer);
     if (!links_.offered_all() || !transfer_links_.offered_all()) return;
     const WaitLimit wait_limit(Deadline::after(timeout), abort_or(interrupt));
     links_.complete(wait_limit);

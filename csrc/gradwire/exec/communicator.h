@@ -68,8 +68,9 @@ class Communicator final : private Family::Member {
   // Take authenticated sockets, before anything else: all for control, then all for links. Only the
   // last link's call blocks, as it makes the links, so a rank waits only for ranks that have not
   // come to this point. A failure ends the communicator, and the others are told.
-  void adopt_control(UniqueFd socket, Rank peer);
-  void adopt_link(Lane lane, std::string_view transport, UniqueFd socket, Rank peer, double timeout,
+  void adopt_control(transport::Connection connection, Rank peer);
+  void adopt_link(Lane lane, std::string_view transport, transport::Connection connection,
+                  Rank peer, double timeout,
                   const Interrupt& interrupt = nullptr);
   // Joins a family, of which it is a member until it is closed. After the last adopt_link(), before
   // any call, and once.

@@ -38,6 +38,15 @@ bool has_valid_job_ranks(const ControlFrame& frame) {
   return !elsewhere || frame.segment < kMostRanks;
 }
 
+std::string_view chars_of(const ControlFrame& frame) {
+  return {reinterpret_cast<const char*>(&frame), sizeof frame};
+}
+
+bool has_room(int socket) {
+  pollfd room{socket, POLLOUT, 0};
+  return ::poll(&room, 1, 0) == 1;
+}
+
 bool is_valid(const ControlFrame& frame, int size) {
   return frame.magic == ControlFrame{}.magic &&
          within(frame.type, ControlType::kFailure, ControlType::kAnswer) &&
@@ -59,10 +68,13 @@ std::string text_of(const ControlFrame& frame) {
 Control::Control(Rank rank, int size)
     : rank_(rank), epoll_(make_epoll()), links_(static_cast<std::size_t>(size)) {}
 
-void Control::adopt(UniqueFd socket, Rank peer) {
-  set_no_delay(socket.get());
-  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
-  at(peer).socket = std::move(socket);
+void Control::adopt(Connection connection, Rank peer) {
+  set_no_delay(connection.socket.get());
+  watch(epoll_.get(), connection.socket.get(), EPOLLIN, peer);
+  Link& link = at(peer);
+  link.connection = std::move(connection);
+  link.incoming.reserve(sizeof(ControlFrame));
+  link.outgoing.reserve(crypto::kRecordExtra + sizeof(ControlFrame));
 }
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
@@ -70,16 +82,26 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
   if (!connected(peer)) return true;
   if (!push_out(link) || !may_send(link, frame.type)) return false;
   frame.received = link.read;
-  std::memcpy(link.outgoing.data(), &frame, sizeof frame);
-  link.unsent = sizeof frame;
-  push_out(link);
-  if (link.unsent == sizeof frame) {
-    link.unsent = 0;  // no byte of the frame went out, so it can be dropped
-    return false;
-  }
+  if (!put_frame(link, frame)) return false;
   link.acked = link.read;
   if (frame.type != ControlType::kAck) ++link.sent;
   return true;
+}
+
+// Sends what fits of a frame, and keeps the rest. Returns false where none of it does, which drops
+// it. A frame that was sealed can't be dropped, since the peer misses its number: so it is sealed
+// only where there is room.
+bool Control::put_frame(Link& link, const ControlFrame& frame) {
+  crypto::Seal* seal = link.connection.seal.get();
+  if (seal != nullptr && !has_room(link.socket())) return false;
+  if (seal == nullptr)
+    link.outgoing = chars_of(frame);
+  else
+    link.outgoing = seal->records(chars_of(frame));
+  push_out(link);
+  const bool dropped = seal == nullptr && link.outgoing.size() == sizeof frame;
+  if (dropped) link.outgoing.clear();
+  return !dropped;
 }
 
 bool Control::may_send(const Link& link, ControlType type) noexcept {
@@ -96,12 +118,12 @@ void Control::acknowledge(Rank peer) noexcept {
   send(peer, frame);
 }
 
-bool Control::push_out(Link& link) noexcept {
-  if (link.unsent == 0) return true;
-  const char* rest = link.outgoing.data() + (link.outgoing.size() - link.unsent);
-  const ssize_t sent = ::send(link.socket.get(), rest, link.unsent, MSG_DONTWAIT | MSG_NOSIGNAL);
-  if (sent > 0) link.unsent -= static_cast<std::size_t>(sent);
-  return link.unsent == 0;
+bool Control::push_out(Link& link) {
+  if (link.outgoing.empty()) return true;
+  const ssize_t sent = ::send(link.socket(), link.outgoing.data(), link.outgoing.size(),
+                              MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent > 0) link.outgoing.erase(0, static_cast<std::size_t>(sent));
+  return link.outgoing.empty();
 }
 
 bool Control::broadcast(const ControlFrame& frame) noexcept {
@@ -120,25 +142,37 @@ std::optional<ControlEvent> Control::poll() {
 
 std::optional<ControlEvent> Control::read(Rank peer) {
   Link& link = at(peer);
-  const ssize_t got = ::recv(link.socket.get(), link.incoming.data() + link.received,
-                             link.incoming.size() - link.received, MSG_DONTWAIT);
+  crypto::Seal* seal = link.connection.seal.get();
+  std::array<char, crypto::kRecordExtra + crypto::kMostRecord> bytes;
+  // No more than a frame: what follows it may be for this socket's next owner.
+  const std::size_t wanted =
+      seal == nullptr ? sizeof(ControlFrame) - link.incoming.size() : seal->missing();
+  const ssize_t got = ::recv(link.socket(), bytes.data(), wanted, MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) return std::nullopt;
   if (got < 0) return end(peer, system_message(meaning_of(errno), errno));
   if (got == 0) return end(peer, "it closed its control connection or died");
-  link.received += static_cast<std::size_t>(got);
-  if (std::string_view(link.incoming.data(), link.received).starts_with(kReleasedMagic)) {
+  const std::string_view arrived(bytes.data(), static_cast<std::size_t>(got));
+  if (seal == nullptr) {
+    link.incoming += arrived;
+  } else {
+    const auto opened = seal->opened(arrived);
+    if (!opened) return end(peer, crypto::kChanged);
+    link.incoming += *opened;
+  }
+  if (link.incoming.starts_with(kReleasedMagic)) {
     link.released = true;
     return end(peer, "it goes on without this communicator");
   }
-  return link.received == link.incoming.size() ? take_frame(peer) : std::nullopt;
+  return link.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer);
 }
 
 std::optional<ControlEvent> Control::take_frame(Rank peer) {
   Link& link = at(peer);
   ControlEvent event{peer, false, {}};
+  const bool whole = link.incoming.size() == sizeof event.frame;
   std::memcpy(&event.frame, link.incoming.data(), sizeof event.frame);
-  link.received = 0;
-  if (!is_valid(event.frame, static_cast<int>(links_.size())))
+  link.incoming.clear();
+  if (!whole || !is_valid(event.frame, static_cast<int>(links_.size())))
     return end(peer, "it sent bytes that are no control frame");
   link.peer_acked = event.frame.received;
   if (event.frame.type == ControlType::kAck) return std::nullopt;
@@ -150,22 +184,22 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
 
 std::optional<Released> Control::release(Rank peer, double timeout) {
   Link& link = at(peer);
-  if (!link.socket.valid()) return std::nullopt;
+  if (!link.connection.valid()) return std::nullopt;
   const Deadline deadline = Deadline::after(timeout);
   while (!push_out(link)) {
-    pollfd room{link.socket.get(), POLLOUT, 0};
+    pollfd room{link.socket(), POLLOUT, 0};
     const int ready = ::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds));
     if (ready < 0 || (room.revents & (POLLERR | POLLHUP)) != 0 || deadline.passed())
       return std::nullopt;
   }
-  unwatch(epoll_.get(), link.socket.get());
-  return Released{std::move(link.socket), std::string(link.incoming.data(), link.received)};
+  unwatch(epoll_.get(), link.socket());
+  return Released{std::move(link.connection), std::move(link.incoming)};
 }
 
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
   Link& link = at(peer);
-  unwatch(epoll_.get(), link.socket.get());
-  if (!link.released) link.socket.reset();
+  unwatch(epoll_.get(), link.socket());
+  if (!link.released) link.connection = {};
   if (link.bye) return std::nullopt;
   ControlEvent event{peer, true, {}};
   event.frame.kind = FailureKind::kTransport;

@@ -14,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "gradwire/base/fd.h"
 #include "gradwire/base/types.h"
+#include "gradwire/transport/connection.h"
 
 namespace gradwire::transport {
 
@@ -84,9 +84,9 @@ struct ControlEvent {
   ControlFrame frame;
 };
 
-// A socket that was released, and what was read of its next frame.
+// A socket that was released, and what was read of its next frame, opened where it is sealed.
 struct Released {
-  UniqueFd socket;
+  Connection connection;
   std::string received;
 };
 
@@ -96,7 +96,7 @@ class Control {
 
   // Takes over a connected, authenticated stream socket to `peer`. Over TCP it must end when the
   // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_bootstrap/keepalive.py`).
-  void adopt(UniqueFd socket, Rank peer);
+  void adopt(Connection connection, Rank peer);
 
   // Sends a frame. Returns false, and drops the frame, where a live peer reads too slowly for it.
   bool send(Rank peer, ControlFrame frame) noexcept;
@@ -121,16 +121,16 @@ class Control {
   bool said_bye(Rank peer) const { return links_.at(static_cast<std::size_t>(peer)).bye; }
   bool connected(Rank peer) const {
     const Link& link = links_.at(static_cast<std::size_t>(peer));
-    return link.socket.valid() && !link.released;
+    return link.connection.valid() && !link.released;
   }
 
  private:
   struct Link {
-    UniqueFd socket;
-    std::array<char, sizeof(ControlFrame)> incoming{};
-    std::size_t received = 0;
-    std::array<char, sizeof(ControlFrame)> outgoing{};
-    std::size_t unsent = 0;  // bytes at the end of `outgoing`; a begun frame must be finished
+    int socket() const noexcept { return connection.socket.get(); }
+
+    Connection connection;
+    std::string incoming;  // of the next frame
+    std::string outgoing;  // the rest of a frame that was begun, which must be finished
     std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
@@ -139,7 +139,8 @@ class Control {
   static bool may_send(const Link& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;
   Link& at(Rank peer) { return links_.at(static_cast<std::size_t>(peer)); }
-  static bool push_out(Link& link) noexcept;
+  static bool push_out(Link& link);
+  static bool put_frame(Link& link, const ControlFrame& frame);
   std::optional<ControlEvent> read(Rank peer);
   std::optional<ControlEvent> take_frame(Rank peer);
   std::optional<ControlEvent> end(Rank peer, const std::string& reason);

@@ -66,7 +66,9 @@ class EmulatedTransport final : public Transport {
 
   std::string_view name() const noexcept override { return kName; }
   std::size_t max_message() const noexcept override { return tcp_->max_message() - sizeof(Flight); }
-  void offer(UniqueFd socket, Rank peer) override { tcp_->offer(std::move(socket), peer); }
+  void offer(Connection connection, Rank peer) override {
+    tcp_->offer(std::move(connection), peer);
+  }
   void complete(const WaitLimit& wait_limit) override { tcp_->complete(wait_limit); }
   std::vector<Rank> peers() const override { return tcp_->peers(); }
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) override;

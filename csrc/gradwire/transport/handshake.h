@@ -8,11 +8,11 @@
 namespace gradwire::transport {
 
 // Does not block: a hello fits into the buffer of every fresh socket.
-void send_hello(int socket, const LinkId& link, const Options& options);
+void send_hello(const Stream& to, const LinkId& link, const Options& options);
 // Checks the other end's hello. Throws InvalidArgument where the two ends' Options differ (with
 // both values), TransportError where the other end is not the expected one, Timeout where it is
 // silent.
-void receive_hello(int socket, const LinkId& link, const Options& options,
+void receive_hello(const Stream& from, const LinkId& link, const Options& options,
                    const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport

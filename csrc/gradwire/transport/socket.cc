@@ -25,6 +25,34 @@ bool is_tcp_socket(int socket) {
   return domain == AF_INET || domain == AF_INET6;
 }
 
+void send_plain(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
+  while (!data.empty()) {
+    const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) {
+      data = data.subspan(static_cast<std::size_t>(sent));
+    } else if (would_block(errno)) {
+      wait_ready(socket, POLLOUT, link, wait_limit);
+    } else {
+      throw_transport_error(link, system_message("set-up failed, send", errno));
+    }
+  }
+}
+
+void receive_plain(int socket, Bytes data, const LinkId& link, const WaitLimit& wait_limit) {
+  while (!data.empty()) {
+    const ssize_t got = ::recv(socket, data.data(), data.size(), MSG_DONTWAIT);
+    if (got > 0) {
+      data = data.subspan(static_cast<std::size_t>(got));
+    } else if (got == 0) {
+      throw_transport_error(link, "the peer closed it while the link was made");
+    } else if (would_block(errno)) {
+      wait_ready(socket, POLLIN, link, wait_limit);
+    } else {
+      throw_transport_error(link, system_message("set-up failed, recv", errno));
+    }
+  }
+}
+
 }  // namespace
 
 std::string describe(const LinkId& link, const std::string& what) {
@@ -51,31 +79,20 @@ void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& w
   }
 }
 
-void send_all(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
-  while (!data.empty()) {
-    const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent >= 0) {
-      data = data.subspan(static_cast<std::size_t>(sent));
-    } else if (would_block(errno)) {
-      wait_ready(socket, POLLOUT, link, wait_limit);
-    } else {
-      throw_transport_error(link, system_message("set-up failed, send", errno));
-    }
-  }
+void send_all(const Stream& to, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
+  if (to.seal == nullptr) return send_plain(to.socket, data, link, wait_limit);
+  const std::string_view plain(reinterpret_cast<const char*>(data.data()), data.size());
+  send_plain(to.socket, crypto::bytes_of(to.seal->records(plain)), link, wait_limit);
 }
 
-void receive_all(int socket, Bytes data, const LinkId& link, const WaitLimit& wait_limit) {
+void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitLimit& wait_limit) {
+  if (from.seal == nullptr) return receive_plain(from.socket, data, link, wait_limit);
   while (!data.empty()) {
-    const ssize_t got = ::recv(socket, data.data(), data.size(), MSG_DONTWAIT);
-    if (got > 0) {
-      data = data.subspan(static_cast<std::size_t>(got));
-    } else if (got == 0) {
-      throw_transport_error(link, "the peer closed it while the link was made");
-    } else if (would_block(errno)) {
-      wait_ready(socket, POLLIN, link, wait_limit);
-    } else {
-      throw_transport_error(link, system_message("set-up failed, recv", errno));
-    }
+    std::string sealed(from.seal->missing(), '\0');
+    receive_plain(from.socket, std::as_writable_bytes(std::span(sealed)), link, wait_limit);
+    const auto plain = from.seal->opened(sealed);
+    if (!plain || plain->size() > data.size()) throw_transport_error(link, crypto::kChanged);
+    data = data.subspan(plain->copy(reinterpret_cast<char*>(data.data()), plain->size()));
   }
 }
 

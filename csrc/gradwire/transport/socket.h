@@ -9,6 +9,7 @@
 #include "gradwire/base/fd.h"
 #include "gradwire/base/types.h"
 #include "gradwire/base/wait_limit.h"
+#include "gradwire/transport/connection.h"
 
 namespace gradwire::transport {
 
@@ -27,9 +28,10 @@ std::string describe(const LinkId& link, const std::string& what);
 // peer.
 void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& wait_limit);
 
-// Send and receive all of `data`. Throw Timeout or TransportError, which name the peer.
-void send_all(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit);
-void receive_all(int socket, Bytes data, const LinkId& link, const WaitLimit& wait_limit);
+// Send and receive all of `data`; over a sealed stream the other end must send as much at a time.
+// Throw Timeout or TransportError, which name the peer.
+void send_all(const Stream& to, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit);
+void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitLimit& wait_limit);
 
 bool is_unix_socket(int socket);
 

@@ -10,30 +10,30 @@ StagedTransport::StagedTransport(std::string_view name, const Options& options)
   open_.peers.reserve(peers_.size());
 }
 
-void StagedTransport::offer(UniqueFd socket, Rank peer) {
+void StagedTransport::offer(Connection connection, Rank peer) {
   if (peer < 0 || peer >= options_.size || peer == options_.rank)
     throw InvalidArgument(describe(link_id(peer), "there is no such peer"));
   Peer& state = peers_[static_cast<std::size_t>(peer)];
   if (state.linked || state.offered.valid())
     throw InvalidArgument(describe(link_id(peer), "is made already"));
   try {
-    send_hello(socket.get(), link_id(peer), options_);
-    introduce(socket.get(), peer);
+    send_hello(connection.stream(), link_id(peer), options_);
+    introduce(connection.stream(), peer);
   } catch (const TransportError&) {  // it is gone; complete() reads what it sent last
   }
-  state.offered = std::move(socket);
+  state.offered = std::move(connection);
 }
 
 // Receives all hellos first: a live peer must not wait while this rank waits for another one.
 void StagedTransport::complete(const WaitLimit& wait_limit) {
-  std::vector<UniqueFd> sockets;  // all closed where one fails
-  for (Peer& peer : peers_) sockets.push_back(std::move(peer.offered));
-  for (std::size_t i = 0; i < sockets.size(); ++i)
-    if (sockets[i].valid())
-      receive_hello(sockets[i].get(), link_id(static_cast<Rank>(i)), options_, wait_limit);
-  for (std::size_t i = 0; i < sockets.size(); ++i) {
-    if (!sockets[i].valid()) continue;
-    link(std::move(sockets[i]), static_cast<Rank>(i), wait_limit);
+  std::vector<Connection> offered;  // all closed where one fails
+  for (Peer& peer : peers_) offered.push_back(std::move(peer.offered));
+  for (std::size_t i = 0; i < offered.size(); ++i)
+    if (offered[i].valid())
+      receive_hello(offered[i].stream(), link_id(static_cast<Rank>(i)), options_, wait_limit);
+  for (std::size_t i = 0; i < offered.size(); ++i) {
+    if (!offered[i].valid()) continue;
+    link(std::move(offered[i]), static_cast<Rank>(i), wait_limit);
     peers_[i].linked = true;
   }
 }

@@ -18,7 +18,7 @@ class StagedTransport : public Transport {
 
   std::string_view name() const noexcept final { return name_; }
   std::size_t max_message() const noexcept final { return options_.max_message; }
-  void offer(UniqueFd socket, Rank peer) final;
+  void offer(Connection connection, Rank peer) final;
   void complete(const WaitLimit& wait_limit) final;
   std::vector<Rank> peers() const final;
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) final;
@@ -31,9 +31,9 @@ class StagedTransport : public Transport {
   static constexpr int kNoCell = -1;
 
   // Sends what link() at the other end waits for. Does not block.
-  virtual void introduce(int /*socket*/, Rank /*peer*/) {}
+  virtual void introduce(const Stream& /*to*/, Rank /*peer*/) {}
   // Makes the link over a socket whose other end agreed to the Options.
-  virtual void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) = 0;
+  virtual void link(Connection connection, Rank peer, const WaitLimit& wait_limit) = 0;
   // Returns whether the peer has as many unread messages as it may have
   // (Options::messages_per_peer).
   virtual bool has_its_share(Rank peer) = 0;
@@ -60,7 +60,7 @@ class StagedTransport : public Transport {
 
  private:
   struct Peer {
-    UniqueFd offered;  // until it is linked
+    Connection offered;  // until it is linked
     bool linked = false;
     bool end_was_told = false;  // by peek_any()
     std::string gone;           // why, when it is

@@ -1,4 +1,5 @@
-// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes. A
+// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes; over
+// a sealed socket payload and padding are encrypted, and a tag follows, which covers the prefix. A
 // sender stages it in a cell and pushes out what the socket takes; a receiver reads the stream into
 // one buffer per peer, in which whole frames are shown in place.
 #include <sys/epoll.h>
@@ -35,8 +36,10 @@ class TcpTransport final : public StagedTransport {
  private:
   struct Link {
     UniqueFd socket;
+    std::shared_ptr<crypto::Seal> seal;  // none: plain
+    AlignedBuffer sealed;                // the outbox's front frame, where others read its cell, too
     CellQueue outbox;
-    std::size_t sent = 0;  // bytes sent of the outbox's front frame
+    ConstBytes unsent;  // of the outbox's front frame; empty where none of it was sent
     Inbox inbox;
     bool ended = false;
   };
@@ -46,7 +49,7 @@ class TcpTransport final : public StagedTransport {
     std::size_t readers = 0;
   };
 
-  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
+  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override { return cell_at(cell).frame.data() + kPayloadAt; }
@@ -58,6 +61,7 @@ class TcpTransport final : public StagedTransport {
   Cell& cell_at(int cell) noexcept { return cells_[static_cast<std::size_t>(cell)]; }
   int first_free_cell() const noexcept;
   void push_out(Rank peer);
+  ConstBytes front_on_wire(Link& link);
   void finish_front(Link& link);
   bool read_some(Rank peer);
   void drop_outbox(Rank peer, const std::string& reason);
@@ -72,16 +76,19 @@ TcpTransport::TcpTransport(const Options& options)
       epoll_(make_epoll()),
       links_(static_cast<std::size_t>(options.size)),
       cells_(static_cast<std::size_t>(options.messages)) {
-  for (Cell& cell : cells_) cell.frame = AlignedBuffer(kFrameAt + frame_bytes(options.max_message));
+  for (Cell& cell : cells_) cell.frame = frame_buffer(options.max_message);
 }
 
-void TcpTransport::link(UniqueFd socket, Rank peer, const WaitLimit&) {
-  set_no_delay(socket.get());
+void TcpTransport::link(Connection connection, Rank peer, const WaitLimit&) {
+  const int socket = connection.socket.get();
+  set_no_delay(socket);
   Link& link = at(peer);
   link.outbox = CellQueue(cells_.size());
-  link.inbox = Inbox(max_message());
-  watch(epoll_.get(), socket.get(), EPOLLIN | EPOLLOUT | EPOLLET, peer);
-  link.socket = std::move(socket);
+  link.inbox = Inbox(max_message(), connection.seal.get());
+  if (connection.seal) link.sealed = frame_buffer(max_message());
+  watch(epoll_.get(), socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
+  link.socket = std::move(connection.socket);
+  link.seal = std::move(connection.seal);
 }
 
 int TcpTransport::first_free_cell() const noexcept {
@@ -127,20 +134,33 @@ bool TcpTransport::flush() {
 void TcpTransport::push_out(Rank peer) {
   Link& link = at(peer);
   while (!link.outbox.empty()) {
-    Cell& cell = cell_at(link.outbox.front());
-    const ssize_t sent = ::send(link.socket.get(), cell.frame.data() + kFrameAt + link.sent,
-                                cell.bytes - link.sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (link.unsent.empty()) link.unsent = front_on_wire(link);
+    const ssize_t sent = ::send(link.socket.get(), link.unsent.data(), link.unsent.size(),
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && would_block(errno)) return;
     if (sent < 0) return drop_outbox(peer, system_message("sending failed", errno));
-    link.sent += static_cast<std::size_t>(sent);
-    if (link.sent == cell.bytes) finish_front(link);
+    link.unsent = link.unsent.subspan(static_cast<std::size_t>(sent));
+    if (link.unsent.empty()) finish_front(link);
   }
+}
+
+// Seals a frame as it is about to be sent, in place where nobody else will read the cell: it was
+// mostly staged just before, and is in this processor's cache.
+ConstBytes TcpTransport::front_on_wire(Link& link) {
+  Cell& cell = cell_at(link.outbox.front());
+  const ConstBytes frame(cell.frame.data() + kFrameAt, cell.bytes);
+  if (!link.seal) return frame;
+  std::byte* out = (cell.readers == 1 ? cell.frame : link.sealed).data() + kFrameAt;
+  if (out != frame.data()) std::memcpy(out, frame.data(), sizeof(Prefix));
+  link.seal->seal(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix)),
+                  out + sizeof(Prefix));
+  return {out, frame.size() + crypto::kTagBytes};
 }
 
 void TcpTransport::finish_front(Link& link) {
   --cell_at(link.outbox.front()).readers;
   link.outbox.pop();
-  link.sent = 0;
+  link.unsent = {};
 }
 
 // Marks a peer as gone and drops what is unsent. What the peer sent before may still be here: only

@@ -43,37 +43,53 @@ class AlignedBuffer {
   std::unique_ptr<Line[]> lines_;
 };
 
+// Memory for the largest frame, with a tag.
+inline AlignedBuffer frame_buffer(std::size_t max_message) {
+  return AlignedBuffer(kFrameAt + frame_bytes(max_message) + crypto::kTagBytes);
+}
+
 // The received part of a stream: [begin, end) of a buffer that holds the largest frame and more.
 class Inbox {
  public:
   Inbox() = default;
-  explicit Inbox(std::size_t max_message)
-      : max_message_(max_message), buffer_(kFrameAt + frame_bytes(max_message) + kReadAhead) {}
+  // Frames are sealed where there is a `seal`, which must outlive the inbox.
+  explicit Inbox(std::size_t max_message, crypto::Seal* seal = nullptr)
+      : max_message_(max_message),
+        seal_(seal),
+        buffer_(kFrameAt + frame_bytes(max_message) + crypto::kTagBytes + kReadAhead) {}
 
-  // Returns the payload of the front frame once all of it is here.
+  // Returns the payload of the front frame once all of it is here. Must be called once for each
+  // frame before its pop(). Throws TransportError for what the peer can't have sent.
   std::optional<ConstBytes> front(const LinkId& link) {
     if (size() < sizeof(Prefix)) return std::nullopt;
     const Prefix prefix = front_prefix();
     if (!prefix.valid(max_message_))
       throw_transport_error(link, "impossible message length " + std::to_string(prefix.length) +
                                       ", the limit is " + std::to_string(max_message_));
-    if (size() < frame_bytes(prefix.length)) return std::nullopt;
-    return ConstBytes{buffer_.data() + begin_ + sizeof(Prefix), prefix.length};
+    if (size() < bytes_on_wire(prefix)) return std::nullopt;
+    const Bytes frame(buffer_.data() + begin_, bytes_on_wire(prefix));
+    if (seal_ != nullptr &&
+        !seal_->open(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix))))
+      throw_transport_error(link, crypto::kChanged);
+    return frame.subspan(sizeof(Prefix), prefix.length);
   }
-  void pop() { begin_ += frame_bytes(front_prefix().length); }
+  void pop() { begin_ += bytes_on_wire(front_prefix()); }
   bool empty() const noexcept { return size() == 0; }
 
   // Returns room for the rest of the incomplete front frame, and kReadAhead bytes more.
   Bytes room() {
     move_to_front();
     const std::size_t wanted =
-        size() < sizeof(Prefix) ? 0 : frame_bytes(front_prefix().length) - size();
+        size() < sizeof(Prefix) ? 0 : bytes_on_wire(front_prefix()) - size();
     return {buffer_.data() + end_, wanted + kReadAhead};
   }
   void received(std::size_t bytes) noexcept { end_ += bytes; }
 
  private:
   std::size_t size() const noexcept { return end_ - begin_; }
+  std::size_t bytes_on_wire(const Prefix& prefix) const noexcept {
+    return frame_bytes(prefix.length) + (seal_ == nullptr ? 0 : crypto::kTagBytes);
+  }
   Prefix front_prefix() {
     Prefix prefix;
     std::memcpy(&prefix, buffer_.data() + begin_, sizeof prefix);
@@ -87,6 +103,7 @@ class Inbox {
   }
 
   std::size_t max_message_ = 0;
+  crypto::Seal* seal_ = nullptr;
   AlignedBuffer buffer_;
   std::size_t begin_ = kFrameAt;
   std::size_t end_ = kFrameAt;

@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "gradwire/base/copy.h"
-#include "gradwire/base/fd.h"
 #include "gradwire/base/types.h"
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/transport/connection.h"
 #include "gradwire/transport/context.h"
 #include "gradwire/transport/kind.h"
 
@@ -50,15 +50,16 @@ class Transport {
   virtual std::size_t max_message() const noexcept = 0;
 
   // Takes over a connected, authenticated socket to `peer` and sends over it what the other end
-  // waits for in complete(). Does not block.
-  virtual void offer(UniqueFd socket, Rank peer) = 0;
+  // waits for in complete(). Does not block. What goes over it later is sealed where it has keys, if
+  // it goes over the socket at all.
+  virtual void offer(Connection connection, Rank peer) = 0;
   // Waits for the other ends' offers, within `wait_limit`, and makes all links that were offered.
   // Blocks; at set-up only.
   virtual void complete(const WaitLimit& wait_limit) = 0;
   // Calls offer() and complete(). Two ends that wait for each other before each has offered must
   // not use it.
-  void adopt(UniqueFd socket, Rank peer, double timeout_seconds) {
-    offer(std::move(socket), peer);
+  void adopt(Connection connection, Rank peer, double timeout_seconds) {
+    offer(std::move(connection), peer);
     complete(Deadline::after(timeout_seconds));
   }
   virtual std::vector<Rank> peers() const = 0;

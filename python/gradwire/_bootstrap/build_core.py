@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from gradwire import _core
 from gradwire._base import environment, stops
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.sealed_socket import hand_over
 from gradwire._host import transport_kinds
 
 # Share of the connect timeout in which links must be made. A rank that waits for a link then names
@@ -61,10 +62,10 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
 
 def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> None:
     for number, peer in mesh.peers.items():
-        core.adopt_control(peer.control.detach(), number)
+        core.adopt_control(*hand_over(peer.control), number)
     for number, peer in mesh.peers.items():
         for lane, link in peer.links.items():
-            core.adopt_link(lane, link.transport, link.sock.detach(), number, timeout)
+            core.adopt_link(lane, link.transport, *hand_over(link.sock), number, timeout)
 
 
 def _contexts(mesh: Mesh) -> dict[str, _core.TransportContext]:

@@ -76,3 +76,15 @@ class SealedSocket(socket.socket):
         except BlockingIOError:
             return False
         return True
+
+
+def hand_over(sock: socket.socket) -> tuple[int, _core.Seal | None]:
+    """Detaches the descriptor for the core; returns it, and what seals its bytes."""
+    seal = sock.seal if isinstance(sock, SealedSocket) else None
+    return sock.detach(), seal
+
+
+def take_over(descriptor: int, seal: _core.Seal | None) -> socket.socket:
+    """The socket that the core has had."""
+    sock = socket.socket(fileno=descriptor)
+    return sock if seal is None else SealedSocket(sock, seal)

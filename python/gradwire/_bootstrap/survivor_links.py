@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire import _core
+from gradwire._bootstrap.sealed_socket import take_over
 from gradwire._errors import RendezvousError
 
 MOST_GUESTS = 64  # of one sponsor in one resize
@@ -107,13 +108,15 @@ class _Link:
 class SurvivorLinks:
     """The links of one rank, which owns them; one thread uses them."""
 
-    def __init__(self, released: Sequence[tuple[int, int, bytes]], size: int) -> None:
-        """Takes over (peer, descriptor, bytes already read of its next frame) of each survivor."""
+    def __init__(
+        self, released: Sequence[tuple[int, int, _core.Seal | None, bytes]], size: int
+    ) -> None:
+        """Takes over (peer, descriptor, keys, bytes read of its next frame) of each survivor."""
         self._size = size
         self._links: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
-        for peer, fd, received in released:
-            self.add(peer, socket.socket(fileno=fd), received)
+        for peer, fd, seal, received in released:
+            self.add(peer, take_over(fd, seal), received)
 
     def add(self, peer: int, sock: socket.socket, received: bytes = b"") -> None:
         """Takes over the socket of a peer; those from `size` on are no ranks, but guests."""

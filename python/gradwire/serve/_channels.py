@@ -38,6 +38,7 @@ from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 from gradwire._host import transport_kinds
 from gradwire._host.interfaces import Choice
 from gradwire._host.transport_kinds import KINDS, networks_of
+from gradwire._bootstrap.sealed_socket import hand_over
 from gradwire.serve._directory import Directory
 from gradwire.serve._histories import History
 
@@ -141,7 +142,7 @@ class Door:
                 self._shards[shard].admit(
                     client.transport,
                     context,
-                    sock.detach(),
+                    *hand_over(sock),
                     client.name,
                     client.number,
                     LIMIT_SECONDS,
@@ -171,14 +172,14 @@ def connect(
         where = f"shard {shard} ({found.name})"
         transport = _choose(found, transports, interface, where)
         try:
-            with open_socket(found, transport, interface.interface, deadline) as sock:
-                hello = Hello(job.name, Purpose.SERVE, target=shard)
-                client_handshake(sock, hello, job.secret, deadline)
+            plain = open_socket(found, transport, interface.interface, deadline)
+            hello = Hello(job.name, Purpose.SERVE, target=shard)
+            with plain, client_handshake(plain, hello, job.secret, deadline) as sock:
                 sock.sendall(client(transport).pack())
                 fail_with_host(sock, always_read=True)
                 context = transport_kinds.context(transport)
                 channel = _core.ServeChannel(
-                    transport, context, sock.detach(), where, deadline.left
+                    transport, context, *hand_over(sock), where, deadline.left
                 )
                 # Read now: before, there may have been another server.
                 return channel, directory.find(shard, deadline).history

@@ -70,7 +70,7 @@ class TransportConformance : public testing::TestWithParam<const char*> {
     options.rank = rank;
     options.size = 2;
     auto transport = make_transport(GetParam(), options);
-    transport->adopt(std::move(socket), 1 - rank, kTestSeconds);
+    transport->adopt(with_keys(std::move(socket), rank == 0), 1 - rank, kTestSeconds);
     return transport;
   }
   [[noreturn]] static void run_child(UniqueFd socket, const std::function<void(Transport&)>& body) {

@@ -196,7 +196,7 @@ TEST(Control, AReleasedSocketKeepsWhatWasReadOfAFrame) {
   EXPECT_EQ(released->received, std::string(reinterpret_cast<const char*>(&frame), 100));
   lonely.say(reinterpret_cast<const char*>(&frame) + 100, sizeof frame - 100);
   std::array<char, sizeof frame> rest{};
-  EXPECT_EQ(::recv(released->socket.get(), rest.data(), rest.size(), 0),
+  EXPECT_EQ(::recv(released->connection.socket.get(), rest.data(), rest.size(), 0),
             static_cast<ssize_t>(sizeof frame - 100));
   EXPECT_FALSE(lonely.control.connected(1));
   EXPECT_FALSE(lonely.control.release(1, 10).has_value());

@@ -104,6 +104,19 @@ inline std::shared_ptr<Context> context_for(std::string_view transport) {
   return nullptr;
 }
 
+// Whether a program's links go over sealed sockets.
+inline bool links_are_sealed = false;
+
+// One end of a socket, with keys where links are sealed.
+inline Connection with_keys(UniqueFd socket, bool first) {
+  if (!links_are_sealed) return socket;
+  const crypto::Key one(crypto::bytes_of("0123456789abcdef0123456789abcdef"));
+  const crypto::Key other(crypto::bytes_of("fedcba9876543210fedcba9876543210"));
+  return {std::move(socket),
+          std::make_shared<crypto::Seal>(crypto::Cipher::kAes128Gcm, first ? one : other,
+                                         first ? other : one)};
+}
+
 // A full mesh of `size` ranks of one transport.
 inline Transports connect(std::string_view name, int size, Options options = {}) {
   const auto count = static_cast<std::size_t>(size);
@@ -125,7 +138,9 @@ inline Transports connect(std::string_view name, int size, Options options = {})
     for (Rank peer = 0; peer < size; ++peer)
       if (peer != rank)
         self->adopt(
-            std::move(sockets[static_cast<std::size_t>(rank)][static_cast<std::size_t>(peer)]),
+            with_keys(std::move(
+                          sockets[static_cast<std::size_t>(rank)][static_cast<std::size_t>(peer)]),
+                      rank < peer),
             peer, kTestSeconds);
   });
   return mesh;

@@ -56,7 +56,7 @@ class _Job:
             target=server.admit, args=("shm", None, near.detach(), name, client, _SECONDS)
         )
         admission.start()
-        made = _core.ServeChannel("shm", None, far.detach(), f"shard {shard}", _SECONDS)
+        made = _core.ServeChannel("shm", None, far.detach(), None, f"shard {shard}", _SECONDS)
         admission.join()
         return made
 

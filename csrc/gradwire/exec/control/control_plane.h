@@ -67,7 +67,9 @@ class ControlPlane {
   // `position` must return where this rank is now. It is called on the driver's thread.
   ControlPlane(Rank rank, int size, std::function<Position()> position);
 
-  void adopt(UniqueFd socket, Rank peer) { control_.adopt(std::move(socket), peer); }
+  void adopt(transport::Connection connection, Rank peer) {
+    control_.adopt(std::move(connection), peer);
+  }
   int doorbell() const noexcept { return control_.doorbell(); }
 
   // Records that a collective begins. Throws as poll() does.

@@ -17,14 +17,14 @@ std::unique_ptr<transport::Transport> Links::make(std::string_view transport) co
   return transport::make_transport(transport, options);
 }
 
-void Links::offer(std::string_view transport, UniqueFd socket, Rank peer) {
+void Links::offer(std::string_view transport, transport::Connection connection, Rank peer) {
   auto at = std::find_if(transports_.begin(), transports_.end(),
                          [&](const auto& each) { return each->name() == transport; });
   if (at == transports_.end()) {
     at = transports_.insert(at, make(transport));
     doorbells_.push_back((*at)->doorbell());
   }
-  (*at)->offer(std::move(socket), peer);
+  (*at)->offer(std::move(connection), peer);
   link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
 }
 

@@ -20,7 +20,7 @@ class Links {
   explicit Links(transport::Options options, transport::Contexts contexts = {});
 
   // Offers a link, see Transport::offer. Makes the transport if this is its first link.
-  void offer(std::string_view transport, UniqueFd socket, Rank peer);
+  void offer(std::string_view transport, transport::Connection connection, Rank peer);
   // Returns whether a link to every peer was offered.
   bool offered_all() const noexcept;
   // Makes all links that were offered.

@@ -32,15 +32,15 @@ Channel::Channel(std::unique_ptr<transport::Transport> transport, std::string pe
     : transport_(std::move(transport)), peer_(std::move(peer)), rank_(transport_->peers().at(0)) {}
 
 std::unique_ptr<Channel> Channel::make(End end, std::string_view transport,
-                                       std::shared_ptr<transport::Context> context, UniqueFd socket,
-                                       std::string peer, const WaitLimit& wait_limit) {
+                                       std::shared_ptr<transport::Context> context,
+                                       transport::Connection connection, std::string peer, const WaitLimit& wait_limit) {
   auto made = make_transport(transport, channel_options(end, std::move(context)));
   const Rank other = 1 - static_cast<Rank>(end);
   const auto named = [&](const Error& error) {
     return peer + ": " + without_ranks(error.what(), other);
   };
   try {
-    made->offer(std::move(socket), other);
+    made->offer(std::move(connection), other);
     made->complete(wait_limit);
   } catch (const Timeout& error) {
     throw Timeout(named(error), kNoPeer);

@@ -38,8 +38,8 @@ class Channel {
   // Makes a channel over a connected, authenticated socket. Blocks until the other end has agreed;
   // throws Timeout or TransportError that names it.
   static std::unique_ptr<Channel> make(End end, std::string_view transport,
-                                       std::shared_ptr<transport::Context> context, UniqueFd socket,
-                                       std::string peer, const WaitLimit& wait_limit);
+                                       std::shared_ptr<transport::Context> context,
+                                       transport::Connection connection, std::string peer, const WaitLimit& wait_limit);
 
   const std::string& peer() const noexcept { return peer_; }
 

@@ -22,13 +22,14 @@ ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
       epoll_(make_epoll()),
       links_(static_cast<std::size_t>(options.size)) {}
 
-void ArenaTransport::introduce(int socket, Rank peer) {
-  if (!is_unix_socket(socket))
+void ArenaTransport::introduce(const Stream& to, Rank peer) {
+  if (!is_unix_socket(to.socket))
     throw InvalidArgument(describe(link_id(peer), "needs a Unix stream socket"));
-  if (exchange_.give != nullptr) exchange_.give(socket, *own_, link_id(peer));
+  if (exchange_.give != nullptr) exchange_.give(to.socket, *own_, link_id(peer));
 }
 
-void ArenaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
+void ArenaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
+  UniqueFd& socket = connection.socket;
   at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), wait_limit);
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   at(peer).socket = std::move(socket);

@@ -40,8 +40,8 @@ class ArenaTransport final : public StagedTransport {
     LineTimes lines;           // times of their first lines
   };
 
-  void introduce(int socket, Rank peer) override;
-  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
+  void introduce(const Stream& to, Rank peer) override;
+  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;

@@ -71,6 +71,7 @@ class RdmaTransport final : public StagedTransport {
  private:
   struct Link {
     UniqueFd socket;
+    std::shared_ptr<crypto::Seal> seal;  // of what is told before the first word over RDMA
     Rail* rail = nullptr;
     std::unique_ptr<QueuePair> queue_pair;
     RdmaEnd far;
@@ -99,8 +100,8 @@ class RdmaTransport final : public StagedTransport {
     std::size_t readers = 0;
   };
 
-  void introduce(int socket, Rank peer) override;
-  void link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) override;
+  void introduce(const Stream& to, Rank peer) override;
+  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override {
@@ -114,7 +115,8 @@ class RdmaTransport final : public StagedTransport {
   std::byte* ring_of(Rank peer) const noexcept;
   Rail& rail_of(int port);
   RdmaEnd make_end(Link& link, Rank peer, int port, int peer_port);
-  RdmaEnd agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit, RdmaEnd& mine);
+  RdmaEnd agree(const Stream& with, Link& link, Rank peer, const WaitLimit& wait_limit,
+                RdmaEnd& mine);
   void greet(Rank peer, const WaitLimit& wait_limit);
   [[noreturn]] void throw_out_of_reach(Rank peer);
 
@@ -192,27 +194,28 @@ Rail& RdmaTransport::rail_of(int port) {
 
 // --- making a link ---
 
-void RdmaTransport::introduce(int socket, Rank peer) {
-  send_ports(socket, link_id(peer), devices_->ports());
+void RdmaTransport::introduce(const Stream& to, Rank peer) {
+  send_ports(to, link_id(peer), devices_->ports());
 }
 
-void RdmaTransport::link(UniqueFd socket, Rank peer, const WaitLimit& wait_limit) {
+void RdmaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
   link.outbox = CellQueue(cells_.size());
   link.ring = ring_of(peer);
   RdmaEnd mine;
-  link.far = agree(socket.get(), link, peer, wait_limit, mine);
+  link.far = agree(connection.stream(), link, peer, wait_limit, mine);
   link.queue_pair->connect(link.far.queue_pair, mine.queue_pair.first_packet);
-  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
-  link.socket = std::move(socket);
+  watch(epoll_.get(), connection.socket.get(), EPOLLIN, peer);
+  link.socket = std::move(connection.socket);
+  link.seal = std::move(connection.seal);
   greet(peer, wait_limit);
 }
 
 // Makes this end, `mine`, sends it, and returns the other end. The lower rank chooses the ports.
-RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit& wait_limit,
+RdmaEnd RdmaTransport::agree(const Stream& with, Link& link, Rank peer, const WaitLimit& wait_limit,
                              RdmaEnd& mine) {
   const LinkId id = link_id(peer);
-  const std::vector<RdmaAddress> theirs = receive_ports(socket, id, wait_limit);
+  const std::vector<RdmaAddress> theirs = receive_ports(with, id, wait_limit);
   std::vector<RdmaAddress> ours;
   for (const RdmaPort& port : devices_->ports()) ours.push_back(port.address);
   const bool lower = options().rank < peer;
@@ -225,17 +228,17 @@ RdmaEnd RdmaTransport::agree(int socket, Link& link, Rank peer, const WaitLimit&
                                      "others with GRADWIRE_IB_HCA, or do without: "
                                      "GRADWIRE_TRANSPORT=shm,tcp"));
     mine = make_end(link, peer, port, peer_port);
-    send_end(socket, id, mine);
-    far = receive_end(socket, id, wait_limit);
+    send_end(with, id, mine);
+    far = receive_end(with, id, wait_limit);
   } else {
-    far = receive_end(socket, id, wait_limit);
+    far = receive_end(with, id, wait_limit);
   }
   if (far.port >= static_cast<int>(theirs.size()) || far.peer_port >= static_cast<int>(ours.size()))
     throw_transport_error(id, "the other end chose an RDMA port that there is not");
   far.queue_pair.address = theirs[static_cast<std::size_t>(far.port)];
   if (!lower) {
     mine = make_end(link, peer, far.peer_port, far.port);
-    send_end(socket, id, mine);
+    send_end(with, id, mine);
   }
   return far;
 }
@@ -268,10 +271,11 @@ RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) 
 void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
   const LinkId id = link_id(peer);
+  const Stream with(link.socket.get(), link.seal.get());
   const char ready = 'R';
-  send_all(link.socket.get(), std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
+  send_all(with, std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
   char theirs = 0;
-  receive_all(link.socket.get(), std::as_writable_bytes(std::span(&theirs, 1)), id, wait_limit);
+  receive_all(with, std::as_writable_bytes(std::span(&theirs, 1)), id, wait_limit);
   const Deadline arrival = Deadline::after(kGreetingSeconds);
   write(peer, kNoCell, true);
   while (!link.greeted || with_device(link) > 0) {

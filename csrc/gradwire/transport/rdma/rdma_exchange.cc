@@ -64,15 +64,15 @@ RdmaAddress unpacked(const PackedAddress& message, const LinkId& link) {
 }
 
 template <typename Message>
-void send_message(int socket, const LinkId& link, const Message& message) {
-  send_all(socket, std::as_bytes(std::span(&message, 1)), link, Deadline::after(0));
+void send_message(const Stream& to, const LinkId& link, const Message& message) {
+  send_all(to, std::as_bytes(std::span(&message, 1)), link, Deadline::after(0));
 }
 
 template <typename Message>
-Message receive_message(int socket, const LinkId& link, const WaitLimit& wait_limit) {
+Message receive_message(const Stream& from, const LinkId& link, const WaitLimit& wait_limit) {
   Message message;
   const std::uint32_t magic = message.magic;
-  receive_all(socket, std::as_writable_bytes(std::span(&message, 1)), link, wait_limit);
+  receive_all(from, std::as_writable_bytes(std::span(&message, 1)), link, wait_limit);
   if (message.magic != magic)
     throw_transport_error(link, "the other end does not speak this version's RDMA protocol");
   return message;
@@ -80,16 +80,16 @@ Message receive_message(int socket, const LinkId& link, const WaitLimit& wait_li
 
 }  // namespace
 
-void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports) {
+void send_ports(const Stream& to, const LinkId& link, std::span<const RdmaPort> ports) {
   PortsMessage message;
   for (const RdmaPort& port : ports.first(std::min(ports.size(), kMostRdmaPorts)))
     message.addresses[message.count++] = packed(port.address);
-  send_message(socket, link, message);
+  send_message(to, link, message);
 }
 
-std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link,
+std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link,
                                        const WaitLimit& wait_limit) {
-  const auto message = receive_message<PortsMessage>(socket, link, wait_limit);
+  const auto message = receive_message<PortsMessage>(from, link, wait_limit);
   if (message.count > kMostRdmaPorts)
     throw_transport_error(link, "the other end told of an impossible number of RDMA ports");
   std::vector<RdmaAddress> addresses;
@@ -98,7 +98,7 @@ std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link,
   return addresses;
 }
 
-void send_end(int socket, const LinkId& link, const RdmaEnd& end) {
+void send_end(const Stream& to, const LinkId& link, const RdmaEnd& end) {
   EndMessage message;
   message.port = static_cast<std::uint32_t>(end.port);
   message.peer_port = static_cast<std::uint32_t>(end.peer_port);
@@ -107,11 +107,11 @@ void send_end(int socket, const LinkId& link, const RdmaEnd& end) {
   message.slots = end.slots;
   message.key = end.key;
   message.ring = end.ring;
-  send_message(socket, link, message);
+  send_message(to, link, message);
 }
 
-RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit) {
-  const auto message = receive_message<EndMessage>(socket, link, wait_limit);
+RdmaEnd receive_end(const Stream& from, const LinkId& link, const WaitLimit& wait_limit) {
+  const auto message = receive_message<EndMessage>(from, link, wait_limit);
   if (message.port >= kMostRdmaPorts || message.peer_port >= kMostRdmaPorts ||
       message.number >= kNumbers || message.first_packet >= kNumbers ||
       !std::has_single_bit(message.slots) || message.slots > kMostPeerSlots)

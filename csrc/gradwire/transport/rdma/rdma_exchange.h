@@ -25,12 +25,12 @@ struct RdmaEnd {
 };
 
 // Do not block: what they send fits into the buffer of every fresh socket.
-void send_ports(int socket, const LinkId& link, std::span<const RdmaPort> ports);
-void send_end(int socket, const LinkId& link, const RdmaEnd& end);
+void send_ports(const Stream& to, const LinkId& link, std::span<const RdmaPort> ports);
+void send_end(const Stream& to, const LinkId& link, const RdmaEnd& end);
 
 // Throw TransportError for impossible values, Timeout where the other end is silent.
-std::vector<RdmaAddress> receive_ports(int socket, const LinkId& link, const WaitLimit& wait_limit);
+std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link, const WaitLimit& wait_limit);
 // The result has no address, which is that of its port.
-RdmaEnd receive_end(int socket, const LinkId& link, const WaitLimit& wait_limit);
+RdmaEnd receive_end(const Stream& from, const LinkId& link, const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport
