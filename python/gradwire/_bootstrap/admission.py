@@ -9,6 +9,7 @@ from functools import partial
 
 from gradwire._base import arguments, environment
 from gradwire._bootstrap.door import Door, parse_torch_address
+from gradwire._bootstrap.encryption import allowed
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
 from gradwire._bootstrap.store import parse_address
@@ -52,7 +53,7 @@ def has_room(mesh: Mesh) -> bool:
 
 def transports_of(mesh: Mesh) -> Sequence[str]:
     """The transports that a mesh offers to those who join."""
-    return mesh.membership.offered or mesh.transports or DEFAULTS
+    return mesh.membership.offered or mesh.transports or allowed(DEFAULTS)
 
 
 def _place_of(store: str) -> tuple[str, int] | None:

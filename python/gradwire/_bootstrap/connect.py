@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import describe_shortage
+from gradwire._bootstrap.encryption import can_be_sealed, tell_unsealed
 from gradwire._bootstrap.handshake import (
     BACKLOG,
     Admitted,
@@ -24,6 +25,7 @@ from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
     Purpose,
+    SettingsError,
     client_handshake,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
@@ -156,6 +158,8 @@ class _Attempt:
                 "share no transport: shm and emulated need one host, emulated GRADWIRE_LINK on "
                 "both, and rdma a network of both; see GRADWIRE_TRANSPORT and transports="
             )
+        if not can_be_sealed(transport):
+            tell_unsealed(transport, self._mesh.rank)
         if not KINDS[transport].local:
             _require_route(lower, infos[0], higher, infos[1])
         return transport
@@ -167,6 +171,10 @@ class _Attempt:
             try:
                 sock = open_socket(info, transport, self._mesh.interface.interface, self._deadline)
                 return self._authenticate(sock, peer, purpose)
+            except SettingsError as error:
+                raise RendezvousError(
+                    f"rank {self._mesh.rank} and rank {peer} ({info.name}) cannot connect: {error}"
+                ) from error
             except (ConnectionRefusedError, HandshakeError) as error:
                 self._raise_if_peer_failed(_POLL_SECONDS)
                 self._check_peers()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import logging
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire import _core
 from gradwire._base import environment
 from gradwire._bootstrap.host_info import host_identity
+from gradwire._errors import Error, InvalidArgument
+from gradwire._host.transport_kinds import KINDS
 
+_log = logging.getLogger("gradwire")
 _SIDE = struct.Struct("<BB?x8s")
 
 
@@ -108,3 +113,49 @@ def _wish(side: Side, near: bool) -> bool | None:
     if side.setting is Setting.AUTO:
         return None if near else True
     return side.setting is Setting.ON
+
+
+def can_be_sealed(transport: str) -> bool:
+    """Whether its messages go over sockets, or never leave the host; others are RDMA."""
+    return KINDS[transport].reach != "network"
+
+
+def allowed(transports: Sequence[str]) -> tuple[str, ...]:
+    """Those of the transports that GRADWIRE_ENCRYPTION lets ranks use."""
+    return tuple(each for each in transports if setting() is not Setting.ON or can_be_sealed(each))
+
+
+def require_allowed(what: str, remedy: str) -> None:
+    """Raises InvalidArgument for something that cannot be encrypted where all must be."""
+    if setting() is Setting.ON:
+        raise InvalidArgument(
+            f"GRADWIRE_ENCRYPTION=on, and what goes over {what} cannot be encrypted: {remedy}, or "
+            "set GRADWIRE_ENCRYPTION=auto"
+        )
+
+
+_told: set[str] = set()
+
+
+def tell_unsealed(what: str, rank: int) -> None:
+    """Logs once a process that what goes over this is not encrypted; on rank 0 as a warning."""
+    if setting() is Setting.AUTO and what not in _told:
+        _told.add(what)
+        level = logging.WARNING if rank == 0 else logging.INFO
+        text = "what goes over %s between hosts is not encrypted, and cannot be (GRADWIRE_ENCRYPTION"
+        _log.log(level, text + "=off says that this is known, =on does without it)", what)
+
+
+def describe_here() -> tuple[bool, str]:
+    """Whether sockets can be sealed here; and how, or why not."""
+    try:
+        known, library = setting(), _core.libcrypto_version()
+    except Error as error:
+        return False, f"because {error}"
+    cipher = "AES-128-GCM" if _core.has_aes() else "ChaCha20-Poly1305"
+    which = {
+        Setting.OFF: "off: handshakes only",
+        Setting.AUTO: f"auto: TCP between hosts, by {cipher}; not RDMA, not NCCL",
+        Setting.ON: f"on: all TCP, by {cipher}; RDMA and NCCL are not used",
+    }
+    return True, f"{which[known]} ({library})"

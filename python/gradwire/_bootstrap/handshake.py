@@ -72,6 +72,10 @@ class HandshakeError(ConnectionError):
     """The other end could not prove that it belongs to the job, or refused us."""
 
 
+class SettingsError(HandshakeError):
+    """Both ends belong to the job, and its ranks were given settings that exclude each other."""
+
+
 class _Refusal(HandshakeError):
     """A refusal of which the client is told."""
 
@@ -187,7 +191,7 @@ def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher 
             None
         )
     except Mismatch as error:
-        raise HandshakeError(str(error)) from None
+        raise SettingsError(str(error)) from None
 
 
 def _go_on(

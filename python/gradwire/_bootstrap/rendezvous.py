@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import agreed_model, asks
+from gradwire._bootstrap import agreed_model, asks, encryption
 from gradwire._bootstrap.advertised_store import (
     advertised_store,
     pack_failure,
@@ -183,13 +183,15 @@ def choose_transports(given: Sequence[str] | None) -> tuple[str, ...]:
     if emulated is not None and (not names or "tcp" in names):
         return (transport_kinds.EMULATED,)
     if given is None and not names:
-        return transport_kinds.DEFAULTS
+        return encryption.allowed(transport_kinds.DEFAULTS)
     unknown = [name for name in names if name not in transport_kinds.DEFAULTS]
     if unknown or not names:
         what = f"{unknown[0]!r} is no transport between processes" if unknown else "no transport"
         raise InvalidArgument(f"{what}: use {', '.join(transport_kinds.DEFAULTS)}")
     emulated_link.require_none(f"the transports are {', '.join(names)}")
     for name in names:
+        if not encryption.can_be_sealed(name):
+            encryption.require_allowed(name, "leave it out of GRADWIRE_TRANSPORT or transports=")
         transport_kinds.context(name)
     return names
 

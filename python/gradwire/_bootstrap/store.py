@@ -28,6 +28,7 @@ from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
     Purpose,
+    SettingsError,
     client_handshake,
     peer_uid,
     receive,
@@ -274,6 +275,8 @@ def _connect(
         try:
             targets = address.resolve()  # all addresses that the host's name stands for, in turn
             return _attempt(targets[turn % len(targets)], hello, secret, deadline)
+        except SettingsError as error:
+            raise RendezvousError(f"cannot use the store at {address}: {error}") from error
         except HandshakeError as error:
             raise RendezvousError(f"the store at {address} is not ours: {error}") from error
         except OSError as error:

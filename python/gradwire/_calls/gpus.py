@@ -25,6 +25,7 @@ from gradwire._arrays import cuda_arrays
 from gradwire._arrays.operands import Operand
 from gradwire._base import environment
 from gradwire._base.group import Group
+from gradwire._bootstrap import encryption
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.mesh import Mesh
@@ -79,6 +80,8 @@ class Gpu:
         info = _gpu_info(device)
         infos = _exchange_infos(communicator, info)
         links = _choose_links(infos)
+        if links == "nccl" and len({each.process.split()[0] for each in infos}) > 1:
+            encryption.tell_unsealed("NCCL", communicator.rank)
         shadow = communicator.split(0)
         assert shadow is not None
         self._shadow, self._carriers = shadow, list[Any]()
@@ -338,8 +341,12 @@ def _gpu_info(device: int) -> _GpuInfo:
     requested = environment.text("GRADWIRE_GPU_LINKS") or "auto"
     if requested not in LINKS:
         raise InvalidArgument(f"GRADWIRE_GPU_LINKS={requested} is none of {', '.join(LINKS)}")
+    if requested.startswith("nccl"):
+        encryption.require_allowed("NCCL", "set GRADWIRE_GPU_LINKS=host")
+    usable = encryption.setting() is not encryption.Setting.ON
+    nccl = cuda.nccl_version() if usable else ""
     process = f"{host_identity()} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
-    return _GpuInfo(process, identity, name, cuda.nccl_version(), requested, secrets.token_hex(8))
+    return _GpuInfo(process, identity, name, nccl, requested, secrets.token_hex(8))
 
 
 def _exchange_infos(communicator: _Communicator, info: _GpuInfo) -> list[_GpuInfo]:

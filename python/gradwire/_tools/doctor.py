@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from gradwire import _core, _model
 from gradwire._base import environment
-from gradwire._bootstrap import launch_info, rendezvous
+from gradwire._bootstrap import encryption, launch_info, rendezvous
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import cuda, emulated_link, interfaces, transport_kinds
 
@@ -162,6 +162,7 @@ def _store_of_environment() -> str:
 
 def _joins() -> Iterator[Check]:
     yield Check("joins", "who may join", *_who_may_join())
+    yield Check("joins", "encryption", *encryption.describe_here())
 
 
 def _who_may_join() -> tuple[bool | None, str]:
