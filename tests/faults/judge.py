@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+from gradwire._host.encryption import Setting, setting
 from stopwatch import queued_since
 
 from faults.cases import SET_UP, Case
@@ -51,6 +52,16 @@ _RULES = {
     "header": Rule(("TransportError", "InvalidArgument"), ("faulty",), certain=False),
     "garble": Rule(_TYPED, certain=False),
 }
+
+
+_SEALED_PAYLOAD = Rule(("TransportError",), ("faulty",), certain=False)
+
+
+def _rule_of(kind: str) -> Rule | None:
+    """A flipped bit of a payload is found out where links are sealed."""
+    if kind == "payload" and setting() is Setting.ON:
+        return _SEALED_PAYLOAD
+    return _RULES.get(kind)
 
 
 def problems(case: Case, finished: Finished) -> list[str]:
@@ -110,8 +121,9 @@ class _Verdict:
         return [f"{self.outcome}: {each}" for each in found]
 
     def _wrong_results(self) -> list[str]:
-        """A flipped bit of a payload is one wrong element; the wire has no checksum to tell."""
-        allowed = 1 if self.case.fault.kind == "payload" else 0
+        """A flipped bit of a payload is one wrong element where nothing tells."""
+        untold = self.case.fault.kind == "payload" and _rule_of("payload") is None
+        allowed = 1 if untold else 0
         return [
             f"{elements} wrong elements in call {call}"
             for call, elements in self.outcome.wrong
@@ -124,7 +136,7 @@ class _Verdict:
             return [] if expected else ["died"]
         if not self.outcome.error:
             return ["did not notice"] if self._must_raise else []
-        rule = _RULES.get(self.case.fault.kind)
+        rule = _rule_of(self.case.fault.kind)
         if rule is None or self.finished.fired_at is None:
             return ["failed without a cause"]
         if self._is_culprit and rule.own:
@@ -221,7 +233,7 @@ class _Verdict:
     @property
     def _must_raise(self) -> bool:
         """The barrier at the end is passed by nobody who needed one that never came to it."""
-        rule = _RULES.get(self.case.fault.kind)
+        rule = _rule_of(self.case.fault.kind)
         if rule is None or not rule.certain or self.finished.fired_at is None:
             return False
         if self._is_culprit and self.case.fault.kind in ("leave", "stop"):

@@ -9,8 +9,11 @@ import struct
 from collections.abc import Callable
 
 from gradwire import _core
+from gradwire._host.encryption import Setting, setting
 
 _HELLO = 48  # bytes that each end of a data link sends first
+_TAG = 16  # bytes behind each message over a sealed socket
+_RECORD = 4 + _TAG  # bytes that sealing adds to the first ones
 _PREFIX = struct.Struct("<II")  # of a message in a tcp stream: its length, and that inverted
 _HEADER = 32  # of a frame, in front of its payload
 _CONTROL_FRAME = struct.Struct("<4sBBHiIIIQQII464s")  # as in transport/control.h
@@ -44,11 +47,13 @@ class MessageTap:
 
     def _front(self) -> int:
         """The bytes of the first message, if all are here."""
-        have, size = len(self._incomplete), _HELLO
+        sealed = setting() is Setting.ON
+        have, size = len(self._incomplete), _HELLO + (_RECORD if sealed else 0)
         if not self._hello:
             if have < _PREFIX.size:
                 return 0
             size = _PREFIX.size + _padded(_PREFIX.unpack_from(self._incomplete)[0])
+            size += _TAG if sealed else 0
         return size if have >= size else 0
 
     def _passed(self, message: bytearray) -> bytes:
@@ -75,8 +80,11 @@ def flip_payload(message: bytearray, rng: random.Random) -> bytes | None:
 def truncate(message: bytearray, rng: random.Random) -> bytes:
     """A message that is whole in itself, with the first bytes of the frame only."""
     length = rng.randrange(_PREFIX.unpack_from(message)[0])
+    prefix = _PREFIX.pack(length, length ^ 0xFFFFFFFF)
+    if setting() is Setting.ON:  # with something for a tag
+        return prefix + message[_PREFIX.size : _PREFIX.size + _padded(length) + _TAG]
     body = message[_PREFIX.size : _PREFIX.size + length]
-    return _PREFIX.pack(length, length ^ 0xFFFFFFFF) + body.ljust(_padded(length), b"\0")
+    return prefix + body.ljust(_padded(length), b"\0")
 
 
 def _padded(length: int) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer
 from gradwire._host.interfaces import LOOPBACK
+from sealing import as_set, tcp_pair
 
 from faults.cases import Case
 
@@ -54,6 +55,8 @@ def connect(case: Case, *, tapped: bool) -> Wiring:
             pairs = {lane: _pair(case.link(low, high)) for lane in ("control", *LANES)}
             if tapped and {low, high} == {case.fault.faulty, case.fault.peer}:
                 pairs[case.fault.lane] = _insert_wire(wiring, case, low, pairs[case.fault.lane])
+            for name, pair in pairs.items():
+                pairs[name] = as_set(*pair)
             for end, (owner, other) in enumerate(((low, high), (high, low))):
                 links = {lane: Link(case.link(low, high), pairs[lane][end]) for lane in LANES}
                 wiring.meshes[owner].peers[other] = Peer(other, True, pairs["control"][end], links)
@@ -68,14 +71,7 @@ def _insert_wire(wiring: Wiring, case: Case, low: int, lower: Pair) -> Pair:
 
 
 def _pair(transport: str) -> Pair:
-    if transport != "tcp":
-        return socket.socketpair()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    for sock in (one, other):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return one, other
+    return tcp_pair() if transport == "tcp" else socket.socketpair()
 
 
 @dataclass

@@ -89,8 +89,8 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
 }
 
 // Sends what fits of a frame, and keeps the rest. Returns false where none of it does, which drops
-// it. A frame that was sealed can't be dropped, since the peer misses its number: so it is sealed
-// only where there is room.
+// it. A frame that was sealed can't be dropped while the peer lives, as it would miss its number: so
+// it is sealed only where there is room.
 bool Control::put_frame(Link& link, const ControlFrame& frame) {
   crypto::Seal* seal = link.connection.seal.get();
   if (seal != nullptr && !has_room(link.socket())) return false;
@@ -98,8 +98,9 @@ bool Control::put_frame(Link& link, const ControlFrame& frame) {
     link.outgoing = chars_of(frame);
   else
     link.outgoing = seal->records(chars_of(frame));
-  push_out(link);
-  const bool dropped = seal == nullptr && link.outgoing.size() == sizeof frame;
+  const std::size_t whole = link.outgoing.size();
+  if (push_out(link) || link.outgoing.size() < whole) return true;
+  const bool dropped = seal == nullptr || !would_block(errno);
   if (dropped) link.outgoing.clear();
   return !dropped;
 }

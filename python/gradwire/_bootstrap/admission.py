@@ -9,11 +9,11 @@ from functools import partial
 
 from gradwire._base import arguments, environment
 from gradwire._bootstrap.door import Door, parse_torch_address
-from gradwire._bootstrap.encryption import allowed
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
 from gradwire._bootstrap.store import parse_address
 from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._host.encryption import allowed
 from gradwire._host.interfaces import choose, is_loopback, route_to
 from gradwire._host.transport_kinds import DEFAULTS
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from gradwire import _core
 from gradwire._base import environment, stops
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.sealed_socket import hand_over
 from gradwire._host import transport_kinds
+from gradwire._host.sealed_socket import hand_over
 
 # Share of the connect timeout in which links must be made. A rank that waits for a link then names
 # the peer it waits for before ranks that have all links, and are in a call, give up on it.

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import describe_shortage
-from gradwire._bootstrap.encryption import can_be_sealed, tell_unsealed
 from gradwire._bootstrap.handshake import (
     BACKLOG,
     Admitted,
@@ -40,6 +39,7 @@ from gradwire._bootstrap.mesh import (
     unpack_address_info,
 )
 from gradwire._errors import Error, RendezvousError
+from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
 from gradwire._host.transport_kinds import DEFAULTS, KINDS, networks_of
 

@@ -38,7 +38,9 @@ from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.encryption import (
+from gradwire._bootstrap.host_info import host_identity
+from gradwire._errors import TransportError
+from gradwire._host.encryption import (
     SIDE_BYTES,
     Mismatch,
     Side,
@@ -47,8 +49,7 @@ from gradwire._bootstrap.encryption import (
     side_of,
     unpack_side,
 )
-from gradwire._bootstrap.sealed_socket import SealedSocket
-from gradwire._errors import TransportError
+from gradwire._host.sealed_socket import SealedSocket
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
@@ -170,7 +171,7 @@ def client_handshake(
     Returns the socket to go on with, which is another one where it is sealed.
     """
     limit = deadline.within(LIMIT_SECONDS)
-    side, noise = side_of(sock), _noise(True, secret, hello)
+    side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(max(limit.remaining, 1e-3))
     sock.sendall(hello.pack() + noise.write(side.pack()))
     cipher = _read_answer(noise, receive(sock, _ANSWER, limit), side)
@@ -194,9 +195,7 @@ def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher 
         raise SettingsError(str(error)) from None
 
 
-def _go_on(
-    sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None
-) -> socket.socket:
+def _go_on(sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None) -> socket.socket:
     sock.settimeout(None)
     return sock if cipher is None else SealedSocket(sock, noise.seal(cipher))
 
@@ -382,7 +381,7 @@ class Authenticator:
             )
         sock.setblocking(False)
         try:
-            side = side_of(sock)
+            side = side_of(sock, host_identity())
         except OSError:  # it is gone again
             sock.close()
             return

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import agreed_model, asks, encryption
+from gradwire._bootstrap import agreed_model, asks
 from gradwire._bootstrap.advertised_store import (
     advertised_store,
     pack_failure,
@@ -36,7 +36,7 @@ from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe, lost
-from gradwire._host import emulated_link, transport_kinds
+from gradwire._host import emulated_link, encryption, transport_kinds
 from gradwire._host.interfaces import Choice, Route, choose, is_loopback, route_to
 
 MIN_SECRET = 16  # bytes

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire import _core
-from gradwire._bootstrap.sealed_socket import take_over
 from gradwire._errors import RendezvousError
+from gradwire._host.sealed_socket import take_over
 
 MOST_GUESTS = 64  # of one sponsor in one resize
 _HEAD = struct.Struct("<4sBBHI")

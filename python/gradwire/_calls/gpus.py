@@ -25,13 +25,12 @@ from gradwire._arrays import cuda_arrays
 from gradwire._arrays.operands import Operand
 from gradwire._base import environment
 from gradwire._base.group import Group
-from gradwire._bootstrap import encryption
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire._host import cuda
+from gradwire._host import cuda, encryption
 
 LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "ipc+host", "loopback")
 _INFO_BYTES = 1024

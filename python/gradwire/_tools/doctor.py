@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from gradwire import _core, _model
 from gradwire._base import environment
-from gradwire._bootstrap import encryption, launch_info, rendezvous
+from gradwire._bootstrap import launch_info, rendezvous
 from gradwire._errors import Error, InvalidArgument, RendezvousError
-from gradwire._host import cuda, emulated_link, interfaces, transport_kinds
+from gradwire._host import cuda, emulated_link, encryption, interfaces, transport_kinds
 
 _TORCH_AT_LEAST = (2, 4)
 _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job

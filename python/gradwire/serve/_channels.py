@@ -37,8 +37,8 @@ from gradwire._bootstrap.mesh import AddressInfo, Job, choose_transport
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 from gradwire._host import transport_kinds
 from gradwire._host.interfaces import Choice
+from gradwire._host.sealed_socket import hand_over
 from gradwire._host.transport_kinds import KINDS, networks_of
-from gradwire._bootstrap.sealed_socket import hand_over
 from gradwire.serve._directory import Directory
 from gradwire.serve._histories import History
 

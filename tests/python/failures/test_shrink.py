@@ -405,7 +405,10 @@ NO_GUESTS = b"\x01" + bytes(8)
 )
 def test_foreign_bytes_end_a_line(foreign: bytes) -> None:
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), None, b"")], 2)) as links:
+    with (
+        theirs,
+        contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), None, b"")], 2)) as links,
+    ):
         theirs.sendall(foreign)
         (gone,) = links.poll(5)
         assert isinstance(gone, _links.LinkEnded)
@@ -432,7 +435,9 @@ def test_a_message_comes_in_any_pieces_after_what_the_communicator_sent() -> Non
 
 
 def test_a_long_word_is_sent_while_the_peer_reads_it() -> None:
-    one, other = (_links.SurvivorLinks([(1, a.detach(), None, b"")], 2) for a in socket.socketpair())
+    one, other = (
+        _links.SurvivorLinks([(1, a.detach(), None, b"")], 2) for a in socket.socketpair()
+    )
     # Both ends are named 1: each takes the other for it.
     with contextlib.closing(one), contextlib.closing(other):
         for _ in range(100):

@@ -382,7 +382,9 @@ def test_our_own_messages_sent_back_are_refused(door: Door) -> None:
 def test_a_proof_of_something_else_is_refused(door: Door, other: Hello) -> None:
     with knock(door) as sock:
         noise = handshake._noise(True, SECRET, other)
-        sock.sendall(HELLO.pack() + noise.write(handshake.side_of(sock).pack()))
+        sock.sendall(
+            HELLO.pack() + noise.write(handshake.side_of(sock, handshake.host_identity()).pack())
+        )
         assert handshake.receive(sock, 60, Deadline(10)) == bytes(60)
         assert is_closed(sock)
     assert not door.admitted

@@ -35,6 +35,7 @@ from gradwire._communicator import from_mesh
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Interface
 from ranks import LIMIT
+from sealing import tcp_pair
 from storm import Storm
 
 SECRET = b"0123456789abcdef"
@@ -59,17 +60,17 @@ def gather_storm() -> Storm:
 
 def record_a_handshake() -> tuple[bytes, bytes]:
     """The hello and the proof of one that a store of the job let in."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = tcp_pair()
     deadline, here = Deadline(20), Address("tcp", "127.0.0.1", 0)
     with ours, theirs, StoreServer(here, "job", SECRET) as server:
         hello = Hello("job", Purpose.STORE)
         client = threading.Thread(target=client_handshake, args=(ours, hello, SECRET, deadline))
         client.start()
         with socket.create_connection((server.address.host, server.address.port)) as door:
-            door.sendall(said := receive(theirs, 72, deadline))
-            theirs.sendall(receive(door, 64, deadline))
-            door.sendall(proof := receive(theirs, 32, deadline))
-            theirs.sendall(receive(door, 1, deadline))
+            door.sendall(said := receive(theirs, 100, deadline))
+            theirs.sendall(receive(door, 60, deadline))
+            door.sendall(proof := receive(theirs, 16, deadline))
+            theirs.sendall(receive(door, 16, deadline))
         client.join()
     return said, proof
 

@@ -53,7 +53,7 @@ class _Job:
         near, far = socket.socketpair()
         name = f"replica {client >> 16}"
         admission = threading.Thread(
-            target=server.admit, args=("shm", None, near.detach(), name, client, _SECONDS)
+            target=server.admit, args=("shm", None, near.detach(), None, name, client, _SECONDS)
         )
         admission.start()
         made = _core.ServeChannel("shm", None, far.detach(), None, f"shard {shard}", _SECONDS)

@@ -26,6 +26,7 @@ from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer, inproc_meshes
 from gradwire._communicator import from_mesh
 from gradwire._host import transport_kinds
 from gradwire._host.interfaces import LOOPBACK
+from sealing import as_set, tcp_pair
 
 LIMIT = 240.0  # seconds, after which ranks and programs are taken to hang, however busy the machine
 VANISHED = 3  # the exit code of a rank that does
@@ -113,10 +114,7 @@ def meshes(p: int, transport: Transport, name: str = "") -> list[Mesh]:
 def _pair(transport: str) -> tuple[socket.socket, socket.socket]:
     if transport != "tcp":
         return socket.socketpair()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    return one, other
+    return as_set(*tcp_pair())
 
 
 def _in_threads(made: list[Mesh], rank_body: Callable[[Mesh], Outcome]) -> list[Outcome]:

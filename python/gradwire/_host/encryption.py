@@ -1,4 +1,4 @@
-"""Which sockets are sealed: what each end of one says about itself, and what follows from both."""
+"""The choice of which sockets are sealed: what both ends say of themselves, and what follows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from gradwire import _core
 from gradwire._base import environment
-from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import Error, InvalidArgument
 from gradwire._host.transport_kinds import KINDS
 
@@ -72,9 +71,9 @@ def unpack_side(data: bytes) -> Side:
         raise Mismatch("it speaks of unknown settings: another gradwire version?") from None
 
 
-def side_of(sock: socket.socket) -> Side:
-    """This end of a connected socket."""
-    return Side(setting(), _path_of(sock), bytes.fromhex(host_identity()), _core.has_aes())
+def side_of(sock: socket.socket, host: str) -> Side:
+    """Describes this end of a connected socket, on a host of this identity, in 16 digits."""
+    return Side(setting(), _path_of(sock), bytes.fromhex(host), _core.has_aes())
 
 
 def _path_of(sock: socket.socket) -> Path:
@@ -121,7 +120,7 @@ def can_be_sealed(transport: str) -> bool:
 
 
 def allowed(transports: Sequence[str]) -> tuple[str, ...]:
-    """Those of the transports that GRADWIRE_ENCRYPTION lets ranks use."""
+    """Leaves out the transports that GRADWIRE_ENCRYPTION lets no ranks use."""
     return tuple(each for each in transports if setting() is not Setting.ON or can_be_sealed(each))
 
 
@@ -142,7 +141,9 @@ def tell_unsealed(what: str, rank: int) -> None:
     if setting() is Setting.AUTO and what not in _told:
         _told.add(what)
         level = logging.WARNING if rank == 0 else logging.INFO
-        text = "what goes over %s between hosts is not encrypted, and cannot be (GRADWIRE_ENCRYPTION"
+        text = (
+            "what goes over %s between hosts is not encrypted, and cannot be (GRADWIRE_ENCRYPTION"
+        )
         _log.log(level, text + "=off says that this is known, =on does without it)", what)
 
 
