@@ -98,7 +98,8 @@ void close(Communicator& self, double timeout, std::optional<double> settle, boo
 }
 
 // Returns (peer, descriptor, its keys, what was read of the next frame) for each peer.
-std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_controls(Communicator& self) {
+std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_controls(
+    Communicator& self) {
   std::vector<std::pair<Rank, transport::Released>> released;
   {
     const Unlocked unlocked;
@@ -154,9 +155,10 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
         py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr)
-      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("seal"), py::arg("peer"), WithoutLock())
-      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"), py::arg("seal"),
-           py::arg("peer"), py::arg("timeout"), WithoutLock())
+      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("seal"), py::arg("peer"),
+           WithoutLock())
+      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
+           py::arg("seal"), py::arg("peer"), py::arg("timeout"), WithoutLock())
       .def(
           "join",
           [](Communicator& self, const shared_ptr<exec::Family>& family) {

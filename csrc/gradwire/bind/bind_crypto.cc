@@ -47,12 +47,10 @@ void bind_noise(py::module_& m) {
   py::class_<Noise>(m, "Noise")
       .def(py::init(&make_noise), py::arg("initiator"), py::arg("prologue"), py::arg("psk"),
            py::arg("ephemeral") = py::none())
-      .def("write", [](Noise& self, const py::bytes& payload) {
-        return to_python(self.write(view(payload)));
-      })
-      .def("read", [](Noise& self, const py::bytes& message) {
-        return to_python(self.read(view(message)));
-      })
+      .def("write", [](Noise& self,
+                       const py::bytes& payload) { return to_python(self.write(view(payload))); })
+      .def("read", [](Noise& self,
+                      const py::bytes& message) { return to_python(self.read(view(message))); })
       .def_property_readonly("hash", [](const Noise& self) { return to_python(self.hash()); })
       .def("seal", &Noise::seal, py::arg("cipher"));
 }
@@ -66,16 +64,16 @@ void bind_crypto(py::module_& m) {
       .value("CHACHA20_POLY1305", Cipher::kChaCha20Poly1305);
   py::class_<Seal, std::shared_ptr<Seal>>(m, "Seal")
       .def_property_readonly("cipher", &Seal::cipher)
-      .def("records", [](Seal& self, const py::bytes& plain) {
-        return py::bytes(self.records(std::string_view(plain)));
-      })
+      .def("records",
+           [](Seal& self, const py::bytes& plain) {
+             return py::bytes(self.records(std::string_view(plain)));
+           })
       .def("opened", &opened)
       .def_property_readonly("missing", &Seal::missing);
   py::class_<KeyPair>(m, "KeyPair")
       .def(py::init<>())
-      .def_property_readonly("public", [](const KeyPair& self) {
-        return to_python(self.public_key());
-      })
+      .def_property_readonly("public",
+                             [](const KeyPair& self) { return to_python(self.public_key()); })
       .def("agree", [](const KeyPair& self, const py::bytes& other) {
         return to_python(self.agree(view(other)).bytes());
       });

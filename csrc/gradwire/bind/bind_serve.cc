@@ -171,8 +171,8 @@ void bind_server(py::module_& m) {
           },
           py::arg("table"), py::arg("shard"), py::arg("version"), py::arg("steps"),
           py::arg("slots"), py::arg("log") = true)
-      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"),
-           py::arg("name"), py::arg("client"), py::arg("timeout"), WithoutLock())
+      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"),
+           py::arg("seal"), py::arg("name"), py::arg("client"), py::arg("timeout"), WithoutLock())
       .def(
           "snapshot",
           [](ServeServer& self, double timeout) {
@@ -371,18 +371,17 @@ void bind_all(py::module_& m) {
         py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"),
         py::arg("dtype") = "float32");
   py::class_<ServeChannel>(m, "ServeChannel")
-      .def(py::init([](const std::string& transport, Context context, int fd,
-                       std::shared_ptr<crypto::Seal> seal, const std::string& peer,
-                       double timeout) {
-             transport::Connection connection(UniqueFd(fd), std::move(seal));
-             const Unlocked unlocked;
-             return std::make_unique<ServeChannel>(ServeChannel{
-                 OwnedHere(Channel::make(End::kClient, transport, std::move(context),
-                                         std::move(connection), peer, limit_of(timeout)))});
-           }),
-           py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"),
-           py::arg("peer"),
-           py::arg("timeout"));
+      .def(
+          py::init([](const std::string& transport, Context context, int fd,
+                      std::shared_ptr<crypto::Seal> seal, const std::string& peer, double timeout) {
+            transport::Connection connection(UniqueFd(fd), std::move(seal));
+            const Unlocked unlocked;
+            return std::make_unique<ServeChannel>(ServeChannel{
+                OwnedHere(Channel::make(End::kClient, transport, std::move(context),
+                                        std::move(connection), peer, limit_of(timeout)))});
+          }),
+          py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"), py::arg("peer"),
+          py::arg("timeout"));
   bind_server(m);
   bind_client(m);
 }

@@ -25,7 +25,8 @@ void* open_any() {
 [[noreturn]] void throw_missing(const std::string& why) {
   throw RendezvousError(
       "OpenSSL's libcrypto, with which ranks prove themselves and encrypt, is not usable here (" +
-      why + "): install version 3 or 1.1.1 of it (Debian, Ubuntu: apt-get install libssl3; Fedora: "
+      why +
+      "): install version 3 or 1.1.1 of it (Debian, Ubuntu: apt-get install libssl3; Fedora: "
       "dnf install openssl-libs)");
 }
 

@@ -1,5 +1,5 @@
-// The functions of OpenSSL's libcrypto that gradwire calls, of version 1.1.1 or 3. They are found at
-// run time, so that no build needs OpenSSL. Only functions that both versions have are used.
+// The functions of OpenSSL's libcrypto that gradwire calls, of version 1.1.1 or 3. They are found
+// at run time, so that no build needs OpenSSL. Only functions that both versions have are used.
 #pragma once
 
 #include <cstddef>

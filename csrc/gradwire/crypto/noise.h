@@ -24,8 +24,8 @@ class Noise {
   using Message = std::vector<std::byte>;
   static constexpr std::size_t kOverhead = kKeyBytes + kTagBytes;  // of the first two messages
 
-  // `prologue` is what both ends have said before; `psk` has 32 bytes. Both ends must give the same.
-  // Throws InvalidArgument for a key of another size. A fixed key pair is for tests.
+  // `prologue` is what both ends have said before; `psk` has 32 bytes. Both ends must give the
+  // same. Throws InvalidArgument for a key of another size. A fixed key pair is for tests.
   Noise(Role role, ConstBytes prologue, ConstBytes psk, std::optional<KeyPair> fixed = {});
 
   // Returns the next message, with an encrypted payload. Ends take turns in the first two.

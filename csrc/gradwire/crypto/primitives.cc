@@ -74,19 +74,20 @@ Key hmac_sha256(ConstBytes key, std::initializer_list<ConstBytes> parts) {
   const Libcrypto& library = libcrypto();
   std::vector<std::byte> all = joined(parts);
   Key out;
-  const bool done = library.hmac(library.sha256(), key.data(), static_cast<int>(key.size()),
-                                 raw(ConstBytes(all)), all.size(), raw(out.data()),
-                                 nullptr) != nullptr;
+  const bool done =
+      library.hmac(library.sha256(), key.data(), static_cast<int>(key.size()), raw(ConstBytes(all)),
+                   all.size(), raw(out.data()), nullptr) != nullptr;
   library.cleanse(all.data(), all.size());
   require(done, "HMAC");
   return out;
 }
 
-KeyPair::KeyPair() : KeyPair([] {
-                       Key random;
-                       fill_random({random.data(), kKeyBytes});
-                       return random;
-                     }()) {}
+KeyPair::KeyPair()
+    : KeyPair([] {
+        Key random;
+        fill_random({random.data(), kKeyBytes});
+        return random;
+      }()) {}
 
 KeyPair::KeyPair(const Key& private_key)
     : key_(libcrypto().private_key(kX25519, nullptr, raw(private_key.bytes()), kKeyBytes)) {

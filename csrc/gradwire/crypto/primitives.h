@@ -21,7 +21,7 @@ Key hmac_sha256(ConstBytes key, std::initializer_list<ConstBytes> parts);
 // An X25519 key pair (RFC 7748).
 class KeyPair {
  public:
-  KeyPair();                                // of a fresh random key
+  KeyPair();                                 // of a fresh random key
   explicit KeyPair(const Key& private_key);  // for tests with published keys
 
   ConstBytes public_key() const noexcept { return public_; }
@@ -51,8 +51,9 @@ class Aead {
   // Encrypts `plain` into `out`, of kTagBytes more; `out` may be the same memory. `associated` is
   // covered, but stays as it is.
   void seal(ConstBytes associated, ConstBytes plain, std::byte* out);
-  // Decrypts into `out`, of kTagBytes fewer, which may be the same memory. Returns whether the bytes
-  // are those that the other end has sealed, in their order; otherwise `out` is worth nothing.
+  // Decrypts into `out`, of kTagBytes fewer, which may be the same memory. Returns whether the
+  // bytes are those that the other end has sealed, in their order; otherwise `out` is worth
+  // nothing.
   [[nodiscard]] bool open(ConstBytes associated, ConstBytes sealed, std::byte* out);
 
  private:

@@ -37,8 +37,8 @@ class Seal {
   // A stream of bytes, as records: the length of the plain bytes in 4, little endian; the sealed
   // bytes. Returns records of all of `plain`.
   std::string records(std::string_view plain);
-  // Takes what has arrived of a stream, in pieces of any size. Returns what is complete of it; nullopt
-  // for bytes that do not open, and from then on.
+  // Takes what has arrived of a stream, in pieces of any size. Returns what is complete of it;
+  // nullopt for bytes that do not open, and from then on.
   std::optional<std::string> opened(std::string_view arrived);
   // Returns how many bytes are missing of the record that arrives: with no more, opened() returns
   // at most one.

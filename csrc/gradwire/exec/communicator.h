@@ -70,8 +70,7 @@ class Communicator final : private Family::Member {
   // come to this point. A failure ends the communicator, and the others are told.
   void adopt_control(transport::Connection connection, Rank peer);
   void adopt_link(Lane lane, std::string_view transport, transport::Connection connection,
-                  Rank peer, double timeout,
-                  const Interrupt& interrupt = nullptr);
+                  Rank peer, double timeout, const Interrupt& interrupt = nullptr);
   // Joins a family, of which it is a member until it is closed. After the last adopt_link(), before
   // any call, and once.
   void join(std::shared_ptr<Family> family);

@@ -1,5 +1,5 @@
-// Connection: an authenticated stream socket, with the keys of the handshake where what goes over it
-// is sealed. One owner.
+// Connection: an authenticated stream socket, with the keys of the handshake where what goes over
+// it is sealed. One owner.
 #pragma once
 
 #include <memory>

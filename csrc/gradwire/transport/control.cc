@@ -89,8 +89,8 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
 }
 
 // Sends what fits of a frame, and keeps the rest. Returns false where none of it does, which drops
-// it. A frame that was sealed can't be dropped while the peer lives, as it would miss its number: so
-// it is sealed only where there is room.
+// it. A frame that was sealed can't be dropped while the peer lives, as it would miss its number:
+// so it is sealed only where there is room.
 bool Control::put_frame(Link& link, const ControlFrame& frame) {
   crypto::Seal* seal = link.connection.seal.get();
   if (seal != nullptr && !has_room(link.socket())) return false;

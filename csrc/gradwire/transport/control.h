@@ -129,9 +129,9 @@ class Control {
     int socket() const noexcept { return connection.socket.get(); }
 
     Connection connection;
-    std::string incoming;  // of the next frame
-    std::string outgoing;  // the rest of a frame that was begun, which must be finished
-    std::uint32_t sent = 0, read = 0;         // frames, without kAck
+    std::string incoming;              // of the next frame
+    std::string outgoing;              // the rest of a frame that was begun, which must be finished
+    std::uint32_t sent = 0, read = 0;  // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
     bool released = false;  // by the peer: what it sends now is for this socket's next owner

@@ -1,7 +1,7 @@
-// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes; over
-// a sealed socket payload and padding are encrypted, and a tag follows, which covers the prefix. A
-// sender stages it in a cell and pushes out what the socket takes; a receiver reads the stream into
-// one buffer per peer, in which whole frames are shown in place.
+// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes;
+// over a sealed socket payload and padding are encrypted, and a tag follows, which covers the
+// prefix. A sender stages it in a cell and pushes out what the socket takes; a receiver reads the
+// stream into one buffer per peer, in which whole frames are shown in place.
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -37,7 +37,7 @@ class TcpTransport final : public StagedTransport {
   struct Link {
     UniqueFd socket;
     std::shared_ptr<crypto::Seal> seal;  // none: plain
-    AlignedBuffer sealed;                // the outbox's front frame, where others read its cell, too
+    AlignedBuffer sealed;  // the outbox's front frame, where others read its cell, too
     CellQueue outbox;
     ConstBytes unsent;  // of the outbox's front frame; empty where none of it was sent
     Inbox inbox;
@@ -152,8 +152,7 @@ ConstBytes TcpTransport::front_on_wire(Link& link) {
   if (!link.seal) return frame;
   std::byte* out = (cell.readers == 1 ? cell.frame : link.sealed).data() + kFrameAt;
   if (out != frame.data()) std::memcpy(out, frame.data(), sizeof(Prefix));
-  link.seal->seal(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix)),
-                  out + sizeof(Prefix));
+  link.seal->seal(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix)), out + sizeof(Prefix));
   return {out, frame.size() + crypto::kTagBytes};
 }
 

@@ -79,8 +79,7 @@ class Inbox {
   // Returns room for the rest of the incomplete front frame, and kReadAhead bytes more.
   Bytes room() {
     move_to_front();
-    const std::size_t wanted =
-        size() < sizeof(Prefix) ? 0 : bytes_on_wire(front_prefix()) - size();
+    const std::size_t wanted = size() < sizeof(Prefix) ? 0 : bytes_on_wire(front_prefix()) - size();
     return {buffer_.data() + end_, wanted + kReadAhead};
   }
   void received(std::size_t bytes) noexcept { end_ += bytes; }

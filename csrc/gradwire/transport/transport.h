@@ -50,8 +50,8 @@ class Transport {
   virtual std::size_t max_message() const noexcept = 0;
 
   // Takes over a connected, authenticated socket to `peer` and sends over it what the other end
-  // waits for in complete(). Does not block. What goes over it later is sealed where it has keys, if
-  // it goes over the socket at all.
+  // waits for in complete(). Does not block. What goes over it later is sealed where it has keys,
+  // if it goes over the socket at all.
   virtual void offer(Connection connection, Rank peer) = 0;
   // Waits for the other ends' offers, within `wait_limit`, and makes all links that were offered.
   // Blocks; at set-up only.

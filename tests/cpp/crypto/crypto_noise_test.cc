@@ -64,9 +64,9 @@ TEST(CryptoNoise, WritesAndReadsThePublishedMessages) {
 TEST(CryptoNoise, RefusesAnotherSecretAndAnotherPrologue) {
   Message other = kPsk;
   other[31] ^= std::byte{1};
-  EXPECT_THROW(Noise(Role::kResponder, kPrologue, other)
-                   .read(vector_end(Role::kInitiator).write({})),
-               TransportError);
+  EXPECT_THROW(
+      Noise(Role::kResponder, kPrologue, other).read(vector_end(Role::kInitiator).write({})),
+      TransportError);
   EXPECT_THROW(Noise(Role::kResponder, {}, kPsk).read(vector_end(Role::kInitiator).write({})),
                TransportError);
 }
@@ -102,8 +102,7 @@ TEST(CryptoNoise, GivesBothEndsTheSameKeys) {
   Noise initiator(Role::kInitiator, kPrologue, kPsk), responder(Role::kResponder, kPrologue, kPsk);
   responder.read(initiator.write({}));
   initiator.read(responder.write({}));
-  for (const Cipher cipher :
-       {Cipher::kAes128Gcm, Cipher::kAes256Gcm, Cipher::kChaCha20Poly1305}) {
+  for (const Cipher cipher : {Cipher::kAes128Gcm, Cipher::kAes256Gcm, Cipher::kChaCha20Poly1305}) {
     const auto one = initiator.seal(cipher), other = responder.seal(cipher);
     EXPECT_EQ(other->opened(one->records("to the responder")), "to the responder");
     EXPECT_EQ(one->opened(other->records("to the initiator")), "to the initiator");

@@ -72,6 +72,14 @@ TEST(CryptoSeal, RefusesItsOwnRecordsSentBack) {
   EXPECT_FALSE(ends.one.opened(ends.one.records("hello")));
 }
 
+TEST(CryptoSecret, IsWipedAtItsEnd) {
+  alignas(Key) std::byte memory[sizeof(Key)];
+  const Key* key = new (memory) Key(bytes_of("0123456789abcdef0123456789abcdef"));
+  EXPECT_EQ(memory[0], std::byte{'0'});
+  key->~Key();
+  for (const std::byte each : memory) EXPECT_EQ(each, std::byte{0});
+}
+
 TEST(CryptoSeal, CoversTheHeaderOfAMessage) {
   for (const bool changed : {false, true}) {
     Ends ends;

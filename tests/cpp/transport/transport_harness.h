@@ -138,9 +138,9 @@ inline Transports connect(std::string_view name, int size, Options options = {})
     for (Rank peer = 0; peer < size; ++peer)
       if (peer != rank)
         self->adopt(
-            with_keys(std::move(
-                          sockets[static_cast<std::size_t>(rank)][static_cast<std::size_t>(peer)]),
-                      rank < peer),
+            with_keys(
+                std::move(sockets[static_cast<std::size_t>(rank)][static_cast<std::size_t>(peer)]),
+                rank < peer),
             peer, kTestSeconds);
   });
   return mesh;

@@ -6,14 +6,14 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import gradwire
 import numpy as np
 import pytest
 from gradwire import _core
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.survivor_links import LinkEnded, MessageKind, SurvivorLinks, View
+from gradwire._bootstrap.survivor_links import LinkEnded, Message, MessageKind, SurvivorLinks, View
 from gradwire._communicator import from_mesh
 from gradwire._errors import Error, RendezvousError, Timeout, TransportError
 from ranks import LIMIT, Outcome, _in_threads, eventually, meshes
@@ -25,7 +25,7 @@ _SECRET = b"0123456789abcdef"
 each_attack = pytest.mark.parametrize("attack", ATTACKS, ids=lambda each: each.__name__)
 
 
-def _with_middle(lane: str) -> tuple[list[gradwire._bootstrap.mesh.Mesh], Middle]:
+def _with_middle(lane: str) -> tuple[list[Mesh], Middle]:
     """Three ranks over TCP; what rank 1 sends to rank 0 in a lane passes a program."""
     made = meshes(_RANKS, "tcp")
     (theirs, ours), middle = sealed_with_middle()
@@ -54,7 +54,7 @@ def test_data_that_was_changed_fails_on_all_ranks(attack: Attack) -> None:
     made, middle = _with_middle("collective")
     first = threading.Barrier(_RANKS, lambda: middle.arm(attack))
 
-    def body(mesh: gradwire._bootstrap.mesh.Mesh) -> Outcome:
+    def body(mesh: Mesh) -> Outcome:
         try:
             with from_mesh(mesh, timeout=5.0) as comm:
                 for call in range(20):
@@ -75,7 +75,7 @@ def test_a_message_that_was_changed_is_not_received(attack: Attack) -> None:
     made, middle = _with_middle("p2p")
     first = threading.Barrier(_RANKS, lambda: middle.arm(attack))
 
-    def body(mesh: gradwire._bootstrap.mesh.Mesh) -> Outcome:
+    def body(mesh: Mesh) -> Outcome:
         try:
             with from_mesh(mesh, timeout=5.0) as comm:
                 first.wait(LIMIT)
@@ -101,7 +101,7 @@ def test_control_frames_that_were_changed_fail_on_all_ranks(attack: Attack) -> N
     made, middle = _with_middle("control")
     first = threading.Barrier(_RANKS, lambda: middle.arm(attack))
 
-    def body(mesh: gradwire._bootstrap.mesh.Mesh) -> Outcome:
+    def body(mesh: Mesh) -> Outcome:
         try:
             with from_mesh(mesh, timeout=5.0) as comm:
                 comm.all_reduce(np.ones(8, np.float32))
@@ -141,9 +141,13 @@ def test_a_request_to_the_store_that_was_changed_is_never_obeyed(
     with contextlib.closing(_client(impostor.port)) as client:
         client.set("weights", b"\0" * 1000)
         impostor.middles[0].arm(attack)
-        with pytest.raises(RendezvousError, match=f"store at tcp://127.0.0.1:{impostor.port}"):
+
+        def write_often() -> None:
             for _ in range(3):
                 client.set("weights", b"\1" * 1000)
+
+        with pytest.raises(RendezvousError, match=f"store at tcp://127.0.0.1:{impostor.port}"):
+            write_often()
     with contextlib.closing(honest):
         assert honest.get("weights", LIMIT) in (b"\0" * 1000, b"\1" * 1000)
 
@@ -162,7 +166,7 @@ def test_control_links_that_outlive_their_communicator_stay_sealed(attack: Attac
         ours.send(1, MessageKind.VIEW, everybody, b"x" * 40_000)
         eventually(lambda: theirs.poll(0.1))
         middle.arm(attack)
-        heard: list[object] = []
+        heard: list[Message | LinkEnded] = []
 
         def has_ended() -> bool:
             ours.send(1, MessageKind.READY, everybody, b"y" * 100)
@@ -193,8 +197,12 @@ def test_a_parameter_servers_channel_that_was_changed_ends(attack: Attack) -> No
     client.wait(client.join(LIMIT), LIMIT)
     client.wait(client.set(addresses, LIMIT, [values]), LIMIT)
     middle.arm(attack)
-    with pytest.raises(Error, match="shard 0"):
+
+    def push_often() -> None:
         for _ in range(3):
             client.wait(client.push(addresses, ["none"], None, 0.0, False, 3.0, [values]), 5.0)
+
+    with pytest.raises(Error, match="shard 0"):
+        push_often()
     client.close(1.0)
     server.stop()

@@ -80,7 +80,7 @@ ATTACKS = (flip, drop, repeat, reorder, truncate)
 
 
 class Middle:
-    """Passes on what two sockets receive; once armed, attacks the next piece that the first sent."""
+    """Passes on what two sockets receive; once armed, attacks the next piece of the first's."""
 
     def __init__(self, from_first: socket.socket, from_second: socket.socket) -> None:
         self._ends = from_first, from_second

@@ -33,7 +33,8 @@ Channel::Channel(std::unique_ptr<transport::Transport> transport, std::string pe
 
 std::unique_ptr<Channel> Channel::make(End end, std::string_view transport,
                                        std::shared_ptr<transport::Context> context,
-                                       transport::Connection connection, std::string peer, const WaitLimit& wait_limit) {
+                                       transport::Connection connection, std::string peer,
+                                       const WaitLimit& wait_limit) {
   auto made = make_transport(transport, channel_options(end, std::move(context)));
   const Rank other = 1 - static_cast<Rank>(end);
   const auto named = [&](const Error& error) {

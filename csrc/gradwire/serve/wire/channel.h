@@ -39,7 +39,8 @@ class Channel {
   // throws Timeout or TransportError that names it.
   static std::unique_ptr<Channel> make(End end, std::string_view transport,
                                        std::shared_ptr<transport::Context> context,
-                                       transport::Connection connection, std::string peer, const WaitLimit& wait_limit);
+                                       transport::Connection connection, std::string peer,
+                                       const WaitLimit& wait_limit);
 
   const std::string& peer() const noexcept { return peer_; }
 

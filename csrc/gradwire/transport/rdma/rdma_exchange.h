@@ -29,7 +29,8 @@ void send_ports(const Stream& to, const LinkId& link, std::span<const RdmaPort> 
 void send_end(const Stream& to, const LinkId& link, const RdmaEnd& end);
 
 // Throw TransportError for impossible values, Timeout where the other end is silent.
-std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link, const WaitLimit& wait_limit);
+std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link,
+                                       const WaitLimit& wait_limit);
 // The result has no address, which is that of its port.
 RdmaEnd receive_end(const Stream& from, const LinkId& link, const WaitLimit& wait_limit);
 
