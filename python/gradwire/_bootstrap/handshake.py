@@ -13,6 +13,8 @@ has: neither who has recorded it and learns the secret later, nor who relays it.
 proves that the client answers now; the welcome lets a client retry when its server gave up
 meanwhile. A server that cannot read the first message answers with 60 zeros.
 
+Both ends of a Unix socket first compare user ids, as the kernel reports them.
+
 What follows is sealed with keys of its own (`sealed_socket`) where both Sides ask for it
 (`encryption`), and plain otherwise.
 """
@@ -168,8 +170,10 @@ def client_handshake(
 ) -> socket.socket:
     """Runs the client's half on a connected socket, when the server has said welcome.
 
-    Returns the socket to go on with, which is another one where it is sealed.
+    A Unix socket's server must run as the same user. Returns the socket to go on with, which is
+    another one where it is sealed.
     """
+    require_own_user(sock)
     limit = deadline.within(LIMIT_SECONDS)
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(max(limit.remaining, 1e-3))
@@ -285,6 +289,8 @@ refusals = RefusalLog()  # of all authenticators of this process
 class Authenticator:
     """Listens, and hands out only sockets whose handshake succeeded; one thread owns it.
 
+    At a Unix socket it refuses processes of other users before these say a word.
+
     At most 64 connections are pending, each for at most 5 s. A new one replaces the oldest of the
     address that has most, so that a crowd of strangers evicts its own. The same happens when the
     process has no descriptor left; when that frees none, the listener pauses for 0.1 s.
@@ -353,7 +359,14 @@ class Authenticator:
                 self._make_room(listener, error)
             return  # else the client is gone again
         self.shortage = None
-        self.begin_handshake(sock, _name(sock, address))
+        name = _name(sock, address)
+        try:
+            require_own_user(sock)
+        except HandshakeError as error:
+            sock.close()
+            refusals.note(name, str(error))
+            return
+        self.begin_handshake(sock, name)
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Evicts a pending connection, or pauses the listener, which would stay readable."""
@@ -443,6 +456,12 @@ def peer_uid(sock: socket.socket) -> int:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     return int(uid)
+
+
+def require_own_user(sock: socket.socket) -> None:
+    """Raises HandshakeError for a Unix socket whose other end runs as another user."""
+    if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
+        raise HandshakeError(f"it runs as user {peer_uid(sock)}, this as {os.geteuid()}")
 
 
 def _name(sock: socket.socket, address: object) -> str:
