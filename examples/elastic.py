@@ -4,8 +4,9 @@ Run: gradwire run --min 2 --max 3 --restarts 1 examples/elastic.py
 
 Rank 1 kills itself half-way. `gradwire run` starts it anew, and it joins the others, which are
 still there: with `min_ranks=3` they wait for it, and with 2 they would train on meanwhile. The
-digest says that all ranks end with the same bits. Under torchrun (`torchrun --standalone
---nproc-per-node 3 --max-restarts 1 examples/elastic.py`) all ranks begin anew instead.
+digest says that all ranks end with the same bits. Under torchrun (`export GRADWIRE_SECRET=$(openssl
+rand -hex 32)`, `torchrun --standalone --nproc-per-node 3 --max-restarts 1 examples/elastic.py`) all
+ranks begin anew instead.
 """
 
 import hashlib

@@ -8,6 +8,7 @@ and rank 2 kills itself half-way.
 
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 
@@ -48,6 +49,7 @@ def free_port():
 
 
 if __name__ == "__main__":
+    os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)  # over TCP none is let in without it
     store = f"tcp://127.0.0.1:{free_port()}"
     started = [multiprocessing.Process(target=train, args=(rank, store)) for rank in range(RANKS)]
     for process in started:

@@ -19,6 +19,7 @@ from gradwire._base.deadline import Deadline as _Deadline
 from gradwire._bootstrap import joining as _joining
 from gradwire._bootstrap import launch_info as _launch_info
 from gradwire._bootstrap import rendezvous as _rendezvous
+from gradwire._bootstrap.job_secret import find_secret as _find_secret
 from gradwire._calls.work import Work
 from gradwire._communicator import Communicator, Traffic
 from gradwire._communicator import from_mesh as _from_mesh
@@ -94,7 +95,7 @@ def init(
     tcp, without rdma where it cannot be used; each pair of ranks takes the first that both have.
     `timeout`, in seconds, is for connecting, and the default for every operation. `secret`
     (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) authenticates the ranks to each other: at least 16
-    bytes, required for a store that other hosts can reach.
+    bytes, required for a ``tcp://`` store, on loopback too (GRADWIRE_INSECURE).
 
     With `elastic`, a process that `gradwire run --min` has started anew (GRADWIRE_JOIN) calls
     `join` instead: then ``comm.joined`` is not 0, and it needs the others' state. Where these have
@@ -150,7 +151,7 @@ def join(
     `store` is where the job's ranks met, ``tcp://HOST:PORT``, ``unix://NAME`` or torchrun's
     ``torch://MASTER_ADDR:MASTER_PORT``, or what they passed to `resize`; the default is that of the
     launcher's environment, as in `init`, or GRADWIRE_STORE. The job's name (GRADWIRE_JOB) and its
-    `secret` are those of the members.
+    `secret` are those of the members; only a ``unix://`` store needs none.
     `transports` are as in `init`. `timeout`, in seconds, is for being let in, and the default for
     every operation.
 
@@ -170,7 +171,7 @@ def join(
         launch.job if launch.size > 1 else _environment.text("GRADWIRE_JOB") or launch.job,
         launch.rank if launch.size > 1 else -1,
         where,
-        _rendezvous.find_secret(secret),
+        _find_secret(secret),
         _rendezvous.choose_transports(transports),
     )
     try:

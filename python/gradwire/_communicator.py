@@ -16,7 +16,13 @@ from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap import split as _split
-from gradwire._bootstrap.admission import admission_to, has_room, open_door, transports_of
+from gradwire._bootstrap.admission import (
+    admission_to,
+    has_room,
+    open_door,
+    require_secret_to_join,
+    transports_of,
+)
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.door import Door
@@ -314,8 +320,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         launcher's store where it is; one that is not there any more rank 0 serves itself, at the
         same address. If that is not possible, a warning says why. A job has one door, that of the
         communicator that asked last: not one for each of several, or of splits. Raises the
-        communicator's failure.
+        communicator's failure, and RendezvousError under torchrun without a GRADWIRE_SECRET.
         """
+        require_secret_to_join(self._mesh)
         if self._door is None and self.rank == 0 and not self.closed:
             with self._opening_door:
                 self._use_door(self._door or open_door(self._mesh))

@@ -42,6 +42,14 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def job_secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A secret for all processes of the test, without which no store is opened over TCP."""
+    secret = "0123456789abcdef"
+    monkeypatch.setenv("GRADWIRE_SECRET", secret)
+    return secret
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of `nightly.txt`, and moves those that are marked `long` to the front."""
     chosen = config.getoption("lf", False) or any("::" in each for each in config.args)

@@ -22,9 +22,16 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "found from the launcher's environment",
     ),
     "GRADWIRE_JOB": ("name of the job; ranks of different names refuse each other", "launcher's"),
-    "GRADWIRE_SECRET": ("shared secret of the job's ranks, at least 16 bytes", "made by rank 0"),
+    "GRADWIRE_SECRET": (
+        "shared secret of the job's ranks, at least 16 bytes; tcp:// and joins under torchrun need "
+        "one",
+        "made by `gradwire run` or rank 0",
+    ),
     "GRADWIRE_SECRET_FILE": ("file (mode 0600) that holds the secret", "none"),
-    "GRADWIRE_INSECURE": ("1: allow a store beyond loopback without a secret", "0"),
+    "GRADWIRE_INSECURE": (
+        "1: allow a tcp:// store without a secret, where every user of every host may join",
+        "0",
+    ),
     "GRADWIRE_ENCRYPTION": (
         "on: encrypt every TCP socket, and use neither RDMA nor NCCL; auto: TCP between hosts; off",
         "auto",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from gradwire._base import arguments, environment
-from gradwire._bootstrap.door import Door, parse_torch_address
+from gradwire._bootstrap.door import Door, parse_torch_address, require_given_secret
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.shrink import Admission
 from gradwire._bootstrap.store import parse_address
@@ -21,7 +21,8 @@ _log = logging.getLogger("gradwire")
 
 
 def open_door(mesh: Mesh) -> Door:
-    """Opens a door where those who join reach it."""
+    """Opens a door where those who join reach it; raises RendezvousError where nobody may."""
+    require_secret_to_join(mesh)
     _listen_beyond_loopback(mesh)
     return Door(mesh, transports_of(mesh), None)
 
@@ -29,7 +30,7 @@ def open_door(mesh: Mesh) -> Door:
 def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int | None) -> Admission:
     """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
 
-    Raises InvalidArgument.
+    Raises InvalidArgument, and RendezvousError where nobody may join.
     """
     if store is not None:
         _place_of(arguments.text(store, "store"))
@@ -41,8 +42,19 @@ def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int | No
         raise InvalidArgument(f"min_ranks={least} is more than GRADWIRE_MAX_RANKS={most}")
     if store is not None:
         mesh.membership = replace(mesh.membership, store=store)
+    require_secret_to_join(mesh)
     _listen_beyond_loopback(mesh)
     return Admission(partial(open_door, mesh), seconds, least, most)
+
+
+def require_secret_to_join(mesh: Mesh) -> None:
+    """Raises RendezvousError, alike on all ranks, where the door would be in torch's store.
+
+    That needs a given secret: others read and write that store.
+    """
+    store = mesh.membership.store
+    if store is not None and store.startswith("torch:"):
+        require_given_secret(mesh, store)
 
 
 def has_room(mesh: Mesh) -> bool:

@@ -5,10 +5,12 @@ on its own: when ranks of one host fail, or a host comes or goes, the counts dif
 tells whether an entry was left by ranks that have ended. Therefore each rank asks under a name that
 nobody has used before, and rank 0 answers under that name:
 
-    PREFIX/ask/RANK           a new name, and the address at which the rank reaches the store
+    PREFIX/ask/RANK           a new name, the address at which the rank reaches the store, and its
+                              question for the secret, if it has none
     PREFIX/answer/RANK/NAME   rank 0's endpoint, or why it gives up (`advertised_store`)
 
-What ended ranks have asked is answered too, and read by nobody.
+So each rank also gets what only it can read. What ended ranks have asked is answered too, and read
+by nobody.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Callable
 
 from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import RendezvousError
@@ -26,16 +29,22 @@ _END_SECONDS = 2.0  # for a look that is under way at the end
 _SHARE = 4  # the least pause, in units of the time that a look takes
 
 
-def ask(store: TorchStore, prefix: str, rank: int, route: str) -> str:
+def ask(store: TorchStore, prefix: str, rank: int, route: str, question: bytes = b"") -> str:
     """Asks for rank 0's endpoint; returns the key of the answer."""
     name = secrets.token_hex(8)
-    store.set(_ask_key(prefix, rank), f"{name} {route}".encode())
+    store.set(_ask_key(prefix, rank), f"{name} {route} {question.hex()}".encode())
     return f"{prefix}/answer/{rank}/{name}"
 
 
 def route_in(asked: bytes) -> str:
     """The address at which the rank that asked reaches the store."""
-    return asked.decode(errors="replace").partition(" ")[2]
+    return _fields(asked)[1]
+
+
+def _fields(asked: bytes) -> tuple[str, str, str]:
+    """The name, the address and the question of an ask; empty where they are missing."""
+    name, route, question = (asked.decode(errors="replace").split(" ") + [""] * 3)[:3]
+    return name, route, question
 
 
 def _ask_key(prefix: str, rank: int) -> str:
@@ -45,8 +54,10 @@ def _ask_key(prefix: str, rank: int) -> str:
 class Answers:
     """Rank 0's answers to the other ranks, by a thread that has the `store` to itself."""
 
-    def __init__(self, store: TorchStore, prefix: str, size: int, answer: bytes) -> None:
-        """Begins to answer."""
+    def __init__(
+        self, store: TorchStore, prefix: str, size: int, answer: Callable[[bytes], bytes]
+    ) -> None:
+        """Begins to answer; `answer` takes a question, and raises ValueError for none."""
         self._store, self._prefix, self._peers = store, prefix, range(1, size)
         self._answer = answer
         self._answered: dict[int, bytes] = {}
@@ -59,7 +70,7 @@ class Answers:
         self._stop.set()
         self._thread.join(_END_SECONDS)
         if answer is not None and not self._thread.is_alive():
-            self._answer = answer
+            self._answer = lambda _: answer
             self._answered.clear()
             with contextlib.suppress(RendezvousError):
                 self._look()
@@ -78,6 +89,8 @@ class Answers:
         for peer in self._peers:
             asked = self._store.find(_ask_key(self._prefix, peer))
             if asked is not None and self._answered.get(peer) != asked:
-                name = asked.decode(errors="replace").partition(" ")[0]
-                self._store.set(f"{self._prefix}/answer/{peer}/{name}", self._answer)
+                name, _, question = _fields(asked)
                 self._answered[peer] = asked
+                with contextlib.suppress(ValueError):  # no rank of ours asked so
+                    answer = self._answer(bytes.fromhex(question))
+                    self._store.set(f"{self._prefix}/answer/{peer}/{name}", answer)

@@ -369,13 +369,18 @@ def _require_route(lower: int, listens: AddressInfo, higher: int, connects: Addr
 
 
 def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.socket], AddressInfo]:
-    """Opens the listeners that the transports need; returns them and their AddressInfo."""
+    """Opens the listeners that the transports need; returns them and their AddressInfo.
+
+    Only a Unix socket where all ranks are on this host, and the user named no transports: a peer
+    that offers tcp alone connects there, too.
+    """
+    here = choice.interface.loopback and transports == DEFAULTS
     listeners, unix, port = [], "", 0
     name, address = choice.interface
     if any(KINDS[name].local for name in transports):
         unix = f"gradwire-{secrets.token_hex(8)}"
         listeners.append(_bind(socket.AF_UNIX, "\0" + unix))
-    if not all(KINDS[name].local for name in transports):
+    if not here and not all(KINDS[name].local for name in transports):
         target = choice.interface.target(address, 0)
         listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
@@ -403,8 +408,11 @@ def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
 def open_socket(
     info: AddressInfo, transport: str, own: Interface, deadline: Deadline
 ) -> socket.socket:
-    """Connects to a peer; over TCP from the own address that peers know, which proves the route."""
-    local = KINDS[transport].local
+    """Connects to a peer; over TCP from the own address that peers know, which proves the route.
+
+    Over its Unix socket if the transport is local, or the peer listens nowhere else.
+    """
+    local = KINDS[transport].local or info.is_unix_only
     sock = socket.socket(socket.AF_UNIX if local else own.family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(min(deadline.remaining, _CONNECT_SECONDS), 1e-3))

@@ -14,7 +14,6 @@ for no store. When the job has come to its end, the sign says so, and whoever wa
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import selectors
@@ -22,9 +21,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
@@ -37,9 +34,10 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     refusals,
 )
-from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
-from gradwire._bootstrap.rendezvous import require_secret
-from gradwire._bootstrap.store import StoreClient, parse_address
+from gradwire._bootstrap.job_secret import HOW_TO_MAKE, secret_of_store
+from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.sign import Sign, key_of, secret_key_of, unpack_sign
+from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, View, pack_message
 from gradwire._bootstrap.torch_store import TorchStore
@@ -55,48 +53,6 @@ _log = logging.getLogger("gradwire")
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class Sign:
-    """The door's entry in its store: how to knock."""
-
-    address: AddressInfo
-    epoch: int  # of the job: how often the launcher has restarted it
-    membership: int  # the epoch of the communicator
-    secret: bytes | None  # the job's, where the ranks were given none
-    over: bool = False  # the communicator was closed, and nobody is left to join
-
-    def pack(self) -> bytes:
-        """Encodes all fields as JSON."""
-        secret = None if self.secret is None else self.secret.hex()
-        fields = {
-            "address": self.address.pack().decode(),
-            "epoch": self.epoch,
-            "membership": self.membership,
-            "secret": secret,
-            "over": self.over,
-        }
-        return json.dumps(fields).encode()
-
-
-def unpack_sign(data: bytes) -> Sign:
-    """Decodes a sign; raises RendezvousError for anything else."""
-    try:
-        found: Any = json.loads(data)
-        secret = None if found["secret"] is None else bytes.fromhex(found["secret"])
-        epoch, membership, over = found["epoch"], found["membership"], found["over"]
-        if type(epoch) is not int or type(membership) is not int or type(over) is not bool:
-            raise TypeError
-        address = unpack_address_info(found["address"].encode(), 0)
-        return Sign(address, epoch, membership, secret, over)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise RendezvousError(
-            "the store does not say where to join: another gradwire version?"
-        ) from None
-
-
-def key_of(job: str) -> str:
-    """The key of a job's sign in its store."""
-    return f"gradwire/{job}/door"
 
 
 class Door:
@@ -215,48 +171,55 @@ class Door:
                 "this communicator knows no store: give resize(store='tcp://HOST:PORT') with an "
                 "address of rank 0's host, or set GRADWIRE_STORE"
             )
-        job, given = self._mesh.job, self._mesh.membership.secret
-        epoch = self._mesh.membership.epoch
-        sign = Sign(self._address, job.epoch, epoch, None if given else job.secret, self._over)
+        job, membership = self._mesh.job, self._mesh.membership
+        sign = Sign(job.name, job.secret, self._address, job.epoch, membership.epoch, self._over)
         if store.startswith("torch:"):
+            require_given_secret(self._mesh, store)
             self._replace_sign(torch_store(store, Deadline(_STORE_SECONDS), _STORE_SECONDS), sign)
             return
         address = parse_address(store)
-        require_secret(address, given)
+        known = secret_of_store(address, membership.secret)
+        if not address.local and job.secret != known:
+            require_given_secret(self._mesh, store)
+        client = self._client_of(address, known)
+        if client is None:
+            return
+        with contextlib.closing(client):
+            if address.local and membership.secret is None:  # only this user's processes read it
+                client.set(secret_key_of(job.name), job.secret)
+            self._replace_sign(client, sign)
+
+    def _client_of(self, address: Address, secret: bytes) -> StoreClient | None:
+        """A client of the store at an address, served here from now on if nobody does.
+
+        None where that is too late.
+        """
+        job = self._mesh.job.name
         if self._server is not None and self._server.address != address:
             self._close_server("it moves to another store")
         if self._server is None:
             try:
-                client = StoreClient(
-                    address, job.name, given or b"", Deadline(_STORE_SECONDS), listens=True
-                )
+                return StoreClient(address, job, secret, Deadline(_STORE_SECONDS), listens=True)
             except RendezvousError:  # nobody serves it any more
                 if self._over:
-                    return
-                self._server = StoreServer(address, job.name, given or b"").start()
-            else:
-                with contextlib.closing(client):
-                    self._replace_sign(client, sign)
-                return
-        with contextlib.closing(
-            StoreClient(self._server.address, job.name, given or b"", Deadline(_STORE_SECONDS))
-        ) as client:
-            self._replace_sign(client, sign)
+                    return None
+                self._server = StoreServer(address, job, secret).start()
+        return StoreClient(self._server.address, job, secret, Deadline(_STORE_SECONDS))
 
     def _replace_sign(self, store: StoreClient | TorchStore, sign: Sign) -> None:
         """Writes a sign, unless there is one of a later communicator.
 
         A rank that was stopped may be late, and the others have left it out meanwhile. Where it
         writes at the very moment in which they do, the sign is renewed. The sign of another start
-        of the job, or what an earlier communicator of it has left, counts for nothing.
+        of the job, or what an earlier communicator of it has left, counts for nothing; nor does one
+        that is not signed with the job's secret.
         """
-        key = key_of(self._mesh.job.name)
-        found = _sign_in(store, key)
+        found = _sign_in(store, sign.job, sign.secret)
         same_start = found is not None and found.epoch == sign.epoch
         if found and same_start and found.membership > sign.membership and not self._is_first:
             return
         self._is_first = False
-        store.set(key, sign.pack())
+        store.set(key_of(sign.job), sign.pack())
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
         if hello.purpose != Purpose.JOIN or hello.epoch != self._mesh.job.epoch:
@@ -312,15 +275,25 @@ class Door:
         self._announce()
 
 
-def _sign_in(store: StoreClient | TorchStore, key: str) -> Sign | None:
-    """The sign in a store, which must answer; None if there is none, or none that can be read."""
+def _sign_in(store: StoreClient | TorchStore, job: str, secret: bytes) -> Sign | None:
+    """The job's sign in a store, which must answer; None if there is none that the job signed."""
     try:
-        found = store.get(key, 0)
+        found = store.get(key_of(job), 0)
     except TimeoutError:
         return None
     with contextlib.suppress(RendezvousError):
-        return unpack_sign(found)
+        return unpack_sign(found, job, secret)
     return None
+
+
+def require_given_secret(mesh: Mesh, store: str) -> None:
+    """Raises RendezvousError where the user gave no secret, and others can read the store."""
+    if mesh.membership.secret is None:
+        raise RendezvousError(
+            f"rank {mesh.rank}: whoever joins through the store at {store} needs a secret that is "
+            "not in it, since others can read it, and the ranks were given none: "
+            f"`{HOW_TO_MAKE}` once, and start all ranks, and whoever joins, with it"
+        )
 
 
 def torch_store(store: str, deadline: Deadline, answer: float) -> TorchStore:
@@ -346,14 +319,20 @@ def reader_of(
 ) -> Iterator[Reader]:
     """A function that waits for the value of a key in a store.
 
-    It raises RendezvousError when the store is lost, or says nothing for `answer` seconds.
+    Raises RendezvousError without a secret that the store needs. So does the function when the
+    store is lost, or says nothing for `answer` seconds.
     """
     if store.startswith("torch:"):
+        if secret is None:
+            raise RendezvousError(
+                f"join() needs the job's secret, which is not in the store at {store}, since "
+                "others can read it: give secret=, or set GRADWIRE_SECRET to that of the ranks"
+            )
         yield torch_store(store, deadline, answer).get
         return
     address = parse_address(store)
-    require_secret(address, secret)
-    client = StoreClient(address, job, secret or b"", deadline, margin=answer)
+    known = secret_of_store(address, secret)
+    client = StoreClient(address, job, known, deadline, margin=answer)
     with contextlib.closing(client):
         yield client.get
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -11,14 +12,24 @@ from typing import Any, TypeVar
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import agreed_model
-from gradwire._bootstrap.advertised_store import advertised_store
+from gradwire._bootstrap.advertised_store import (
+    ANSWER_BYTES,
+    Endpoint,
+    advertised_store,
+    endpoint_at,
+    require_here,
+    unpack_address,
+)
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_host_info
-from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.job_secret import find_secret
+from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
-from gradwire._bootstrap.rendezvous import NO_SECRET, choose_transports, find_secret
+from gradwire._bootstrap.open_exchange import Question
+from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
 from gradwire._errors import RendezvousError, lost
 from gradwire._host.interfaces import Choice, Route, choose, route_to
 
@@ -37,27 +48,35 @@ def meet_in_group(
     """Connects the ranks of a group; returns `make(mesh)`. Each of them calls it.
 
     `all_gather` returns all ranks' bytes, in rank order. The secret is GRADWIRE_SECRET's; without
-    one, rank 0 makes it and `all_gather` carries it, so that joining is as private as the group.
-    Raises RendezvousError, and TransportError when a rank is lost after the ranks have exchanged
-    their first messages.
+    one, rank 0 makes it, and `all_gather` carries answers to all ranks' questions for it. Raises
+    RendezvousError, and TransportError when a rank is lost after the ranks have exchanged their
+    first messages.
     """
     environment.check()
     known, route = find_secret(None), _route()
-    own = pack_host_info(rank, known, route.target if route else "")
+    question = Question() if known is None else None
+    asked = None if question is None else question.message
+    own = pack_host_info(rank, asked, route.target if route else "")
     infos = [unpack_host_info(each, peer) for peer, each in enumerate(all_gather(own))]
-    job = _agree(infos, known, rank)
+    job = _agreed_name(infos, rank)
     at = _choose_store_address(infos) if rank == 0 else None
 
-    def broadcast(endpoint: bytes) -> bytes:
-        return all_gather(endpoint)[0]
+    def advertise(endpoint: Endpoint) -> None:
+        all_gather(_pack(endpoint, [info["question"] for info in infos]))
 
-    with advertised_store(job.name, job.secret, at, broadcast, deadline) as store:
-        exchange = RendezvousExchange(store, LaunchInfo(rank, size), job.name, deadline)
+    def find() -> Endpoint:
+        address, answer = _unpack(all_gather(b"")[0], rank)
+        if known is None and _are_all_here():
+            require_here(address)
+        return endpoint_at(address, answer, job, known, question)
+
+    with advertised_store(job, known, at, advertise, find, deadline) as (store, secret):
+        exchange = RendezvousExchange(store, LaunchInfo(rank, size), job, deadline)
         with exchange.abort_on_failure(hosts_store=rank == 0):
             choice = _interface(infos)
             _log.info("a rank of the process group listens on %s", choice)
             mesh = connect_mesh(
-                job,
+                Job(job, secret, privacy=_privacy(known)),
                 exchange.exchange_addresses,
                 rank=rank,
                 size=size,
@@ -72,24 +91,54 @@ def meet_in_group(
             return make(mesh)
 
 
-def _agree(infos: Sequence[dict[str, Any]], known: bytes | None, rank: int) -> Job:
-    """Makes the job that rank 0 named, with the common secret; raises alike on every rank."""
-    first = infos[0]
-    differing = [
-        str(peer) for peer, each in enumerate(infos) if each["has_secret"] != first["has_secret"]
-    ]
+def _pack(endpoint: Endpoint, questions: Sequence[bytes | None]) -> bytes:
+    """Encodes rank 0's endpoint: its address, and its answers to all ranks, of equal size."""
+    packed = f"{endpoint.address}\n".encode()
+    for peer, question in enumerate(questions):
+        try:
+            packed += endpoint.answer_to(question or b"")
+        except ValueError as error:
+            raise RendezvousError(
+                f"rank {peer} did not ask for a secret as a rank does ({error}): somebody else "
+                "writes into torch's store; set GRADWIRE_SECRET on all ranks"
+            ) from None
+    return packed
+
+
+def _unpack(data: bytes, rank: int) -> tuple[Address, bytes]:
+    """Decodes rank 0's address and its answer to a rank; raises RendezvousError."""
+    where, _, answers = data.partition(b"\n")
+    begin = rank * ANSWER_BYTES
+    return unpack_address(where), answers[begin : begin + ANSWER_BYTES]
+
+
+def _agreed_name(infos: Sequence[dict[str, Any]], rank: int) -> str:
+    """The job's name, by rank 0; raises alike on every rank where only some have a secret."""
+    given = [each["question"] is None for each in infos]
+    differing = [str(peer) for peer, each in enumerate(given) if each != given[0]]
     if differing:
-        has, have = ("has", "have not") if first["has_secret"] else ("has not", "have")
+        has, have = ("has", "have not") if given[0] else ("has not", "have")
         raise RendezvousError(
             f"rank 0 {has} a GRADWIRE_SECRET and rank {', '.join(differing)} {have}: "
             "set the same one on all ranks, or none"
         )
-    if known is None and rank == 0 and len({each["host"] for each in infos}) > 1:
-        _log.warning(NO_SECRET, "the process group")
-    if known is None:
-        privacy = "no GRADWIRE_SECRET, so joins are as private as the process group"
-        return Job(first["job"], bytes.fromhex(first["secret"]), privacy=privacy)
-    return Job(first["job"], known, privacy="who joins needs the job's secret")
+    if not given[0] and rank == 0 and len({each["host"] for each in infos}) > 1:
+        warn_of_no_secret("the process group")
+    return str(infos[0]["job"])
+
+
+def _privacy(secret: bytes | None) -> str:
+    if secret is None:
+        return "no GRADWIRE_SECRET, so nobody may join"
+    return "who joins needs the job's secret"
+
+
+def _are_all_here() -> bool:
+    """Whether the launcher says that it started all ranks on this host."""
+    with contextlib.suppress(RendezvousError):
+        launch = from_environment()
+        return launch.size > 1 and launch.local_size == launch.size
+    return False
 
 
 def _route() -> Route | None:

@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from gradwire._bootstrap.open_exchange import QUESTION_BYTES
 from gradwire._errors import RendezvousError
 
-_SECRET_BYTES = 32
 _DIGITS = 8  # of a digest
 
 
@@ -42,34 +42,33 @@ def process_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def pack_host_info(rank: int, secret: bytes | None, reached: str) -> bytes:
-    """Encodes this rank's host as JSON; rank 0 adds a job name, and a secret if it has none.
+def pack_host_info(rank: int, question: bytes | None, reached: str) -> bytes:
+    """Encodes this rank's host as JSON; rank 0 adds a job name.
 
-    `secret` is the one that this rank was given. `reached` is the address at which it reaches
-    torch's own store.
+    `question` is what rank 0 is to answer with a secret; None: this rank was given one.
+    `reached` is the address at which it reaches torch's own store.
     """
-    info: dict[str, Any] = {"host": host_identity(), "has_secret": secret is not None}
-    info["reached"] = reached
+    info: dict[str, Any] = {"host": host_identity(), "reached": reached}
+    info["question"] = None if question is None else question.hex()
     if rank == 0:
         info["job"] = f"process-group-{secrets.token_hex(8)}"
-        if secret is None:
-            info["secret"] = secrets.token_hex(_SECRET_BYTES)
     return json.dumps(info).encode()
 
 
 def unpack_host_info(data: bytes, rank: int) -> dict[str, Any]:
     """Decodes a rank's host information; raises RendezvousError for anything else."""
-    fields: dict[str, type] = {"host": str, "has_secret": bool, "reached": str}
     try:
         info: dict[str, Any] = json.loads(data)
+        fields: dict[str, type] = {"host": str, "reached": str}
         if rank == 0:
             fields["job"] = str
-        if rank == 0 and not info["has_secret"]:
-            fields["secret"] = str
-            if len(bytes.fromhex(info["secret"])) != _SECRET_BYTES:
-                raise ValueError
+        question = info["question"]
+        info["question"] = None if question is None else bytes.fromhex(question)
+        fields["question"] = type(info["question"])
+        if question is not None and len(info["question"]) != QUESTION_BYTES:
+            raise ValueError
         if {key: type(info[key]) for key in info} == fields:
             return info
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise RendezvousError(f"rank {rank} sent no host information: another gradwire version?")

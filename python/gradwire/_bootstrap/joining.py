@@ -20,12 +20,14 @@ from typing import Generic, Protocol, TypeVar
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh, open_socket
-from gradwire._bootstrap.door import Reader, Sign, key_of, reader_of, unpack_sign
+from gradwire._bootstrap.door import Reader, reader_of
 from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
+from gradwire._bootstrap.sign import Sign, key_of, secret_key_of, unpack_sign
+from gradwire._bootstrap.store import parse_address
 from gradwire._bootstrap.survivor_links import (
     MOST_RANKS,
     LinkEnded,
@@ -134,12 +136,23 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
 def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
     """The sign of the door; waits for it in pieces, so that Ctrl-C gets through."""
     try:
-        sign = unpack_sign(read(key_of(asking.job), min(deadline.remaining, 0.5)))
+        found = read(key_of(asking.job), min(deadline.remaining, 0.5))
+        sign = unpack_sign(found, asking.job, _secret_of(asking, read))
     except RendezvousError as error:  # such as that of the rendezvous at the same address
         raise _LeftOut(f"its store closed: {error}") from None
     if sign.over:
         raise _Over
     return sign
+
+
+def _secret_of(asking: Asking, read: Reader) -> bytes:
+    """The job's secret: the given one, else what a store has that serves this user's processes.
+
+    Empty where everybody may join (GRADWIRE_INSECURE).
+    """
+    if asking.secret is not None:
+        return asking.secret
+    return read(secret_key_of(asking.job), 0) if parse_address(asking.store).local else b""
 
 
 class _Looks:
@@ -157,12 +170,15 @@ class _Looks:
         if self._is_lost:
             return True
         try:
-            return unpack_sign(self._read(self._key, 0)) == self._sign
+            found = self._read(self._key, 0)
         except TimeoutError:
             return True
         except Error:
             self._is_lost = True
             return True
+        with contextlib.suppress(RendezvousError):  # not signed, so it says nothing
+            return unpack_sign(found, self._sign.job, self._sign.secret) == self._sign
+        return True
 
 
 @contextlib.contextmanager
@@ -174,7 +190,7 @@ def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorL
     sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
     try:
         hello = Hello(asking.job, Purpose.JOIN, epoch=sign.epoch, source=asking.number)
-        sock = client_handshake(sock, hello, sign.secret or asking.secret or b"", limit)
+        sock = client_handshake(sock, hello, sign.secret, limit)
         fail_with_host(sock, always_read=True)
         sock.sendall(KNOCK)
     except BaseException:
@@ -210,9 +226,8 @@ class _Guest(Generic[_Made]):
         self._asking, self._links, self._make, self._deadline = asking, links, make, deadline
         self._is_there = is_there  # the door, still
         self._interface = _interface(sign.address)
-        secret = sign.secret or asking.secret or b""
         privacy = "who joins needs the job's secret"
-        self._job = Job(asking.job, secret, sign.epoch, privacy)
+        self._job = Job(asking.job, sign.secret, sign.epoch, privacy)
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._silent_at: Deadline | None = None  # once invited
         self._invited: tuple[View, Invitation] | None = None

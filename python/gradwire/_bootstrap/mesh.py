@@ -130,9 +130,14 @@ class AddressInfo:
         """The process and its transports, for messages."""
         return f"{self.name}: {','.join(self.transports) or 'none'}"
 
+    @property
+    def is_unix_only(self) -> bool:
+        """Whether it listens on a Unix socket alone, as all do where they are on one host."""
+        return bool(self.unix) and not self.port
+
     def where(self, transport: str) -> str:
         """The address that a transport connects to, for messages."""
-        if KINDS[transport].local:
+        if KINDS[transport].local or self.is_unix_only:
             return f"@{self.unix}"
         return f"{self.interface} {self.address} port {self.port}".lstrip()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import secrets
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,38 +14,23 @@ from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import agreed_model, asks
-from gradwire._bootstrap.advertised_store import (
-    advertised_store,
-    pack_failure,
-    serve_until_reported,
-)
+from gradwire._bootstrap import agreed_model
+from gradwire._bootstrap.advertised_store import serve_until_reported
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.host_info import process_name
+from gradwire._bootstrap.job_secret import find_secret, secret_of_store
 from gradwire._bootstrap.launch_info import DEFAULT_JOB, LaunchInfo
 from gradwire._bootstrap.mesh import Job, Membership, Mesh
-from gradwire._bootstrap.rendezvous_exchange import (
-    RendezvousExchange,
-    Start,
-    another_job,
-    await_rank,
-)
+from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, Start, another_job
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.torch_store import TorchStore
-from gradwire._errors import Error, InvalidArgument, RendezvousError, describe, lost
+from gradwire._bootstrap.torch_rendezvous import store_advertised_by_torch
+from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._host import emulated_link, encryption, transport_kinds
-from gradwire._host.interfaces import Choice, Route, choose, is_loopback, route_to
+from gradwire._host.interfaces import Choice, Route, choose, is_loopback
 
-MIN_SECRET = 16  # bytes
-_MAX_SECRET = 1 << 16
-NO_SECRET = (  # for ranks on several hosts
-    "no GRADWIRE_SECRET: rank 0 makes one, which travels over %s, and whoever reads it there can "
-    "join; to keep others out, set GRADWIRE_SECRET_FILE to the same file on all hosts"
-)
 _OTHERS_SECONDS = 0.1  # that a job without a name of its own gives others to say they are here
 _OTHER_HOST_SECONDS = 5.0  # to tell a rank 0 of another job that there are two
-_POLL_SECONDS = 0.1  # seconds; torch's store does not let Ctrl-C through while it waits
 
 _Made = TypeVar("_Made")
 _Launch = tuple[str, int, str | None, int]  # job, epoch, store and rank
@@ -90,7 +73,7 @@ def meet(
     membership = Membership(store=launch.store, secret=given_secret, offered=names)
     if launch.size == 1:
         start = _own_start(launch, generation)
-        job = Job(launch.job, given_secret or secrets.token_bytes(32), start.number)
+        job = Job(launch.job, _secret_alone(launch, given_secret), start.number)
         alone = connect_mesh(
             job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
         )
@@ -112,6 +95,14 @@ def meet(
         mesh.membership = membership
         agreed_model.agree(mesh, met.exchange)
         return make(mesh)
+
+
+def _secret_alone(launch: LaunchInfo, secret: bytes | None) -> bytes:
+    """The job's secret where there is one rank: also for those that join it later."""
+    if secret is None and (launch.store or "").startswith("tcp:"):
+        everybody_may_join = environment.flag("GRADWIRE_INSECURE")
+        return b"" if everybody_may_join else secrets.token_bytes(32)
+    return secret or secrets.token_bytes(32)
 
 
 class Meeting(NamedTuple):
@@ -138,12 +129,12 @@ def _meeting(
     prefix = f"gradwire/{launch.job}/{'any' if launch.restarts else launch.epoch}"
     if not launch.rank_0_hosts:  # whose store is a new one in each meeting
         prefix += f"/{generation}"
-    with _open_store(launch, secret, prefix, deadline) as store:
+    with _open_store(launch, secret, prefix, deadline) as (store, known):
         exchange = RendezvousExchange(store, launch, prefix, deadline)
         rank_0_hosts = launch.rank_0_hosts or _uses_torch_store(launch)
         with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
             start = _agree_on_start(exchange, launch, generation)
-            agreed = secret or exchange.agree_on_secret()
+            agreed = exchange.agree_on_secret() if known is None else known
             yield Meeting(exchange, agreed, start, _choose_interface(exchange, store.route()))
         _starts[_key_of(launch)] = start.number
 
@@ -202,137 +193,35 @@ def _named(transports: Sequence[str]) -> tuple[str, ...]:
     return tuple(arguments.instance(each, "transports", str, wanted) for each in given)
 
 
-def find_secret(given: bytes | str | None) -> bytes | None:
-    """The job's secret: the argument, GRADWIRE_SECRET or GRADWIRE_SECRET_FILE; None without one.
-
-    An empty one is refused like any short one, since it was meant to be a secret. Raises
-    RendezvousError.
-    """
-    found = _environment_secret() if given is None else given
-    if found is None:
-        return None
-    if not isinstance(found, bytes | str):
-        raise InvalidArgument(f"secret= is of type {type(found).__name__}: give bytes, or a str")
-    secret = found.encode() if isinstance(found, str) else found
-    if len(secret) < MIN_SECRET:
-        raise RendezvousError(
-            f"the secret has {len(secret)} bytes, fewer than {MIN_SECRET}: make one with "
-            '`python -c "import secrets; print(secrets.token_hex())"`, or unset it to have none'
-        )
-    return secret
-
-
-def _environment_secret() -> bytes | str | None:
-    if environment.is_set("GRADWIRE_SECRET"):
-        return environment.text("GRADWIRE_SECRET") or ""
-    if environment.is_set("GRADWIRE_SECRET_FILE"):
-        return _read_secret(environment.text("GRADWIRE_SECRET_FILE") or "")
-    return None
-
-
 def _uses_torch_store(launch: LaunchInfo) -> bool:
     return launch.store is not None and launch.store.startswith("torch:")
 
 
 def _open_store(
     launch: LaunchInfo, secret: bytes | None, prefix: str, deadline: Deadline
-) -> contextlib.AbstractContextManager[StoreClient]:
+) -> contextlib.AbstractContextManager[tuple[StoreClient, bytes | None]]:
+    """A client of the store where ranks meet; and the secret, None where they agree on it there."""
     assert launch.store is not None  # LaunchInfo has one whenever there are several ranks
     if _uses_torch_store(launch):
-        _warn_of_privacy(launch, "torch's store", secret)
-        return _store_advertised_by_torch(launch, secret, prefix, deadline)
+        parts = urlsplit(launch.store)
+        place = parts.hostname or "", parts.port or 0
+        return store_advertised_by_torch(launch, place, secret, prefix, deadline)
     address = parse_address(launch.store)
-    require_secret(address, secret)
-    _warn_of_privacy(launch, f"the store at {address}", secret)
-    return _own_store(launch, address, secret or b"", prefix, deadline)
-
-
-@contextlib.contextmanager
-def _store_advertised_by_torch(
-    launch: LaunchInfo, secret: bytes | None, prefix: str, deadline: Deadline
-) -> Iterator[StoreClient]:
-    """A client of the store that rank 0 opens and advertises in torch's."""
-    parts = urlsplit(launch.store or "")
-    host, port = parts.hostname or "", parts.port or 0
-    torch = TorchStore(host, port, launch.rank, launch.size, deadline)
-    route = route_to(host, port)
-    own = asks.ask(torch, prefix, launch.rank, route.target)
-    answers: asks.Answers | None = None
-
-    def await_key(key: str, peer: int) -> bytes:
-        return await_rank(
-            peer, launch, deadline, lambda limit: torch.get(key, min(limit, _POLL_SECONDS))
-        )
-
-    def route_of(peer: int) -> str:
-        return asks.route_in(await_key(f"{prefix}/ask/{peer}", peer))
-
-    def broadcast(endpoint: bytes) -> bytes:
-        nonlocal answers
-        if launch.rank == 0 and launch.restarts:
-            client = TorchStore(host, port, 1, 2, deadline)
-            answers = asks.Answers(client, prefix, launch.size, endpoint)
-            return endpoint
-        if launch.rank == 0:
-            torch.set(f"{prefix}/store/0", endpoint)
-        return await_key(own if launch.restarts else f"{prefix}/store/0", 0)
-
-    failure: bytes | None = None
-    try:
-        at = _choose_store_address(launch, route, route_of) if launch.rank == 0 else None
-        with advertised_store(launch.job, secret, at, broadcast, deadline) as client:
-            yield client
-    except BaseException as error:
-        failure = pack_failure(describe(error))
-        if launch.rank == 0 and not launch.restarts:
-            with contextlib.suppress(Error):
-                torch.set(f"{prefix}/store/0", failure)
-        raise
-    finally:
-        if failure is not None and answers is None and launch.rank == 0 and launch.restarts:
-            with contextlib.suppress(Error):
-                beside = TorchStore(host, port, 1, 2, deadline)
-                answers = asks.Answers(beside, prefix, launch.size, failure)
-        if answers is not None:
-            answers.end(failure)
-
-
-def _choose_store_address(
-    launch: LaunchInfo, route: Route, route_of: Callable[[int], str]
-) -> Address:
-    """Chooses an address at which the other ranks reach rank 0; `route` leads to torch's store."""
-    here = Address("unix", f"gradwire-{secrets.token_hex(8)}")
-    if launch.local_size == launch.size:
-        return here
-    reached: list[str] = []
-    if is_loopback(route.source):  # torch's store is on this host; the others know its address
-        known = [route_of(peer) for peer in range(1, launch.size)]
-        reached = [target for target in known if _is_reachable_elsewhere(target)]
-        if not reached:
-            return here
-    pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
-    choice = choose(
-        route.source,
-        pattern=pattern,
-        several_hosts=launch.several_hosts
-        or pattern is None,  # unknown: trust the user's choice of interface
-        reached=reached,
-    )
-    return Address("tcp", choice.interface.address)
-
-
-def _is_reachable_elsewhere(target: str) -> bool:
-    try:
-        return not is_loopback(target)
-    except ValueError:  # not an address
-        return False
+    known = secret_of_store(address, secret)
+    agreed = None if address.local and secret is None else known
+    return _own_store(launch, address, known, agreed, prefix, deadline)
 
 
 @contextlib.contextmanager
 def _own_store(
-    launch: LaunchInfo, address: Address, secret: bytes, prefix: str, deadline: Deadline
-) -> Iterator[StoreClient]:
-    """A client of our own store, which rank 0 serves during the rendezvous."""
+    launch: LaunchInfo,
+    address: Address,
+    secret: bytes,
+    agreed: bytes | None,
+    prefix: str,
+    deadline: Deadline,
+) -> Iterator[tuple[StoreClient, bytes | None]]:
+    """A client of our own store, which rank 0 serves during the rendezvous; and `agreed`."""
     with contextlib.ExitStack() as stack:
         if launch.rank_0_hosts and launch.rank == 0:
             also = _addresses_beyond_loopback(launch, address, secret)
@@ -345,7 +234,7 @@ def _own_store(
         lost_error = partial(lost, 0) if launch.rank_0_hosts else RendezvousError
         client = StoreClient(address, launch.job, secret, deadline, lost_error)
         stack.callback(client.close)
-        yield client
+        yield client, agreed
         # Rank 0 closes the store when all have finished. The others wait for that, or their next
         # rendezvous would begin in this one's store.
         if launch.rank_0_hosts and launch.rank != 0:
@@ -426,44 +315,11 @@ def _choose_interface(exchange: RendezvousExchange, route: Route | None) -> Choi
     return choice
 
 
-def require_secret(address: Address, secret: bytes | None) -> None:
-    """Raises RendezvousError for a store beyond loopback that has neither secret nor permission."""
-    if secret or address.local or environment.flag("GRADWIRE_INSECURE"):
-        return
-    if _leads_to_loopback(address):
-        return
-    raise RendezvousError(
-        f"the store at {address} can be reached from other hosts and there is no secret: set "
-        "GRADWIRE_SECRET or GRADWIRE_SECRET_FILE on all ranks, or GRADWIRE_INSECURE=1 "
-        "where every host of the network may join"
-    )
-
-
 def _privacy(launch: LaunchInfo, secret: bytes | None) -> str:
     if secret is not None:
         return "who joins needs the job's secret"
-    store = (launch.store or "").replace("torch://", "torch's store at ")
-    return f"no GRADWIRE_SECRET, so joins are as private as {store}"
-
-
-def _warn_of_privacy(launch: LaunchInfo, store: str, secret: bytes | None) -> None:
-    if secret is None and launch.rank == 0 and launch.several_hosts:
-        _log.warning(NO_SECRET, store)
-
-
-def _read_secret(name: str) -> bytes:
-    try:
-        with open(name, "rb", opener=_open_at_once) as file:
-            info = os.fstat(file.fileno())
-            if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or info.st_uid != os.getuid():
-                raise RendezvousError(
-                    f"GRADWIRE_SECRET_FILE={name} can be read by others, or is another user's: "
-                    f"chown it to this one, and chmod 600 {name}"
-                )
-            return file.read(_MAX_SECRET).strip()
-    except OSError as error:
-        raise RendezvousError(f"cannot read GRADWIRE_SECRET_FILE: {error}") from error
-
-
-def _open_at_once(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    if _uses_torch_store(launch):
+        return "no GRADWIRE_SECRET, so nobody may join"
+    if (launch.store or "").startswith("unix:"):
+        return "no GRADWIRE_SECRET, so this user's processes on this host may join"
+    return "GRADWIRE_INSECURE and no secret, so whoever reaches the ranks may join"

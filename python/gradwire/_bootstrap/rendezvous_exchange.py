@@ -77,7 +77,7 @@ class RendezvousExchange:
         return Hosts(bool(beyond), tuple(dict.fromkeys(usable)))
 
     def agree_on_secret(self) -> bytes:
-        """A secret that rank 0 makes for this communicator; it is as private as the store."""
+        """A secret that rank 0 makes for this communicator, where only its user reads the store."""
         return self.broadcast_from_rank_0("secret", lambda: secrets.token_bytes(32))
 
     def claim_rank(self) -> None:

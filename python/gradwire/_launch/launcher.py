@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import IO, NamedTuple
 
+from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
@@ -66,9 +67,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
     job = f"run-{secrets.token_hex(8)}"
-    secret = secrets.token_hex(32)
+    given = find_secret(None)
+    made = {} if given else {"GRADWIRE_SECRET": secrets.token_hex(32)}
     store = Address("unix", f"gradwire-{os.getuid()}-{job}")
     program = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    secret = given or made["GRADWIRE_SECRET"].encode()
     notes = os.memfd_create("gradwire-notes")
     common = {
         "WORLD_SIZE": str(options.n),
@@ -76,7 +79,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "GRADWIRE_STORE": str(store),
-        "GRADWIRE_SECRET": secret,
+        **made,
         "GRADWIRE_JOB": job,
         "GRADWIRE_EXIT_FILE": f"/proc/{os.getpid()}/fd/{notes}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -88,7 +91,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
     }
     with (
         os.fdopen(notes, "rb"),
-        StoreServer(store, job, secret.encode()),
+        StoreServer(store, job, secret),
         Watcher() as watcher,
     ):
         environment = {**os.environ, **common}

@@ -24,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 for a failure, 2 for wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["run"]:  # the rest belongs to the program that it starts
-        return launcher.run(arguments[1:])
+        try:
+            return launcher.run(arguments[1:])
+        except Error as error:
+            return _failed(error)
     options = _parser().parse_args(arguments)
     options.argv = arguments[1:]
     try:

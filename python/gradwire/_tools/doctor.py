@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from gradwire import _core, _model
 from gradwire._base import environment
-from gradwire._bootstrap import launch_info, rendezvous
+from gradwire._bootstrap import launch_info
+from gradwire._bootstrap.job_secret import HOW_TO_MAKE, find_secret
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import cuda, emulated_link, encryption, interfaces, transport_kinds
 
@@ -167,7 +168,7 @@ def _joins() -> Iterator[Check]:
 
 def _who_may_join() -> tuple[bool | None, str]:
     try:
-        if rendezvous.find_secret(None) is not None:
+        if find_secret(None) is not None:
             return True, "whoever has the secret that GRADWIRE_SECRET or its file gives"
         insecure = environment.flag("GRADWIRE_INSECURE")
     except Error as error:
@@ -175,12 +176,15 @@ def _who_may_join() -> tuple[bool | None, str]:
     store = _store_of_environment()
     if store.startswith("torch:"):
         where = store.removeprefix("torch://")
-        return None, f"no secret is set: joins are as private as torch's store at {where}"
+        return None, (
+            f"no secret is set: nobody joins by torch's store at {where}, and on several hosts "
+            f"who changes what is in it becomes a rank; `{HOW_TO_MAKE}` keeps him out"
+        )
     if insecure:
         return None, "no secret is set, and GRADWIRE_INSECURE: everybody who reaches the store"
     return None, (
-        "no secret is set: `gradwire run` makes one; under torchrun joins are as private as its "
-        "store; a store that other hosts reach is refused"
+        "no secret is set: `gradwire run` makes one; at unix:// this user's processes; a tcp:// "
+        f"store is refused, on loopback too; `{HOW_TO_MAKE}` makes one"
     )
 
 

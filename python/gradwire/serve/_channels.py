@@ -78,7 +78,7 @@ def receive_introduction(sock: socket.socket, offered: Sequence[str]) -> Introdu
         raise InvalidArgument(f"its number is {number!r}")
     if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
         raise InvalidArgument("its name is too long, or not printable")
-    if transport not in offered or KINDS[transport].local != (sock.family == socket.AF_UNIX):
+    if transport not in offered or (KINDS[transport].local and sock.family != socket.AF_UNIX):
         raise InvalidArgument(f"it chose the transport {transport!r}, which was not offered")
     return Introduction(number, name, transport)
 

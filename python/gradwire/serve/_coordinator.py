@@ -18,6 +18,7 @@ from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import Error, InvalidArgument, Timeout, describe
 from gradwire._host.interfaces import Choice
+from gradwire._host.transport_kinds import DEFAULTS
 from gradwire.serve._sandblaster.messages import MAX_TEXT, OF_REPLICAS, Message, Reader, pack
 from gradwire.serve._sandblaster.portions import Order, Portions
 
@@ -61,7 +62,8 @@ class Coordinator:
         self, job: Job, interface: Choice, *, portions: int, push_every: int, backups: bool
     ) -> None:
         """`portions` is the number of portions that replicas must be able to compute."""
-        listeners, self.address = listen(("tcp",), interface)
+        transports = DEFAULTS if interface.interface.loopback else ("tcp",)
+        listeners, self.address = listen(transports, interface)
         self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
         self._number, self._push_every = portions, push_every
         self._portions = Portions(backups=backups)

@@ -1,7 +1,8 @@
 """The directory of a parameter server: what its processes tell each other through the job's store.
 
-Under `gradwire/JOB/serve/NAME/` stand the secret, each shard's address, and counters of clients.
-A shard that is started anew replaces its address; clients read it each time they connect.
+Under `gradwire/JOB/serve/NAME/` stand each shard's address, counters of clients and, in a store on
+a Unix socket, which only this user's processes read, a secret where the user gave none. A shard
+that is started anew replaces its address; clients read it each time they connect.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import NamedTuple
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.job_secret import find_secret, secret_of_store
 from gradwire._bootstrap.launch_info import DEFAULT_JOB
 from gradwire._bootstrap.mesh import AddressInfo, Job, unpack_address_info
-from gradwire._bootstrap.rendezvous import find_secret, require_secret
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, choose, is_loopback
@@ -43,7 +44,7 @@ class Service(NamedTuple):
     name: str
     store: str
     job: str
-    secret: bytes | None = None  # of the job; None: one is made, and kept in the store
+    secret: bytes | None = None  # of the job, if the user gave one
 
 
 _found: dict[str, Service] = {}  # those of this launch, by name
@@ -84,21 +85,23 @@ class Directory:
     def __init__(self, service: Service, deadline: Deadline) -> None:
         """Waits for a store that is not there yet; raises RendezvousError."""
         address = parse_address(service.store)
-        require_secret(address, service.secret)
+        known = secret_of_store(address, service.secret)
         self._service = service
+        # None: the first process makes it, and the store keeps it.
+        self._secret = None if address.local and service.secret is None else known
         self._prefix = f"gradwire/{service.job}/serve/{service.name}"
-        self._store = StoreClient(address, service.job, service.secret or b"", deadline)
+        self._store = StoreClient(address, service.job, known, deadline)
 
     def publish_secret(self) -> Job:
         """The job with its secret, which the first process makes where the user gave none."""
         key = f"{self._prefix}/secret"
-        if self._service.secret is None and self._store.add(f"{key}/makers") == 1:
+        if self._secret is None and self._store.add(f"{key}/makers") == 1:
             self._store.set(key, secrets.token_bytes(32))
         return self.job(Deadline(10.0))
 
     def job(self, deadline: Deadline) -> Job:
         """The job with its secret; waits for the servers to make it where the user gave none."""
-        found = self._service.secret
+        found = self._secret
         if found is None:
             with self._waiting("no server has begun", deadline):
                 found = self._store.get(f"{self._prefix}/secret", deadline.remaining)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.launch_info import from_environment
 from gradwire._bootstrap.rendezvous import Meeting, meeting
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
+from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import Error, InvalidArgument
 from gradwire.serve import _directory
 from gradwire.serve._server import Server
@@ -89,7 +91,7 @@ def role(
             only=[launch.rank],
             store=store,
             name=name,
-            secret=met.secret,
+            secret=met.secret or None,
             snapshot=snapshot,
             every=every,
             timeout=deadline.left,
@@ -97,14 +99,16 @@ def role(
 
     with contextlib.ExitStack() as ends:
         with meeting(launch, deadline, secret) as met:
-            first = ends.enter_context(serve(_free_port(met))) if launch.rank == 0 else None
+            first = None
+            if launch.rank == 0:
+                first = ends.enter_context(serve(_open_store(met, name, ends)))
             store = met.exchange.broadcast_from_rank_0(
                 "servers", lambda: b"" if first is None else first.store.encode()
             ).decode()
             server = first
             if 0 < launch.rank < shards:
                 server = ends.enter_context(serve(store))
-            service = _directory.service(name, store, met.secret)
+            service = _directory.service(name, store, met.secret or None)
             client = StoreClient(parse_address(store), service.job, met.secret, deadline)
             if server is None:
                 client.set_last_will(_ended(launch.rank), b"ended")
@@ -118,9 +122,18 @@ def role(
     return Replica(launch.rank - shards, launch.size - shards, shards)
 
 
-def _free_port(met: Meeting) -> str:
-    """A store's URL at a free port, which the other hosts reach where there are some."""
-    return str(Address("tcp", met.interface.interface.address, 0))
+def _open_store(met: Meeting, name: str, ends: contextlib.ExitStack) -> str:
+    """The URL of the servers' store: on a Unix socket, served here, where all are on this host.
+
+    Else at a free port, which the other hosts reach; the server of shard 0 is to listen there.
+    """
+    interface = met.interface.interface
+    if not interface.loopback:
+        return str(Address("tcp", interface.address, 0))
+    address = Address("unix", f"gradwire-{secrets.token_hex(8)}")
+    service = _directory.service(name, str(address), met.secret or None)
+    ends.enter_context(StoreServer(address, service.job, met.secret))
+    return service.store
 
 
 def _ended(rank: int) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from gradwire import _core
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.rendezvous import choose_transports, require_secret
+from gradwire._bootstrap.job_secret import secret_of_store
+from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._bootstrap.store import parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import Error, InvalidArgument, describe
@@ -145,8 +146,7 @@ class Server:
             return given
         found = service(name, given, secret)
         address = parse_address(given, any_port=True)
-        require_secret(address, found.secret)
-        server = StoreServer(address, found.job, found.secret or b"")
+        server = StoreServer(address, found.job, secret_of_store(address, found.secret))
         undo.enter_context(server)
         return str(server.address)
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import gradwire
@@ -21,8 +22,8 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import door as doors
 from gradwire._bootstrap import joining
 from gradwire._bootstrap.admission import open_door
-from gradwire._bootstrap.door import Sign, key_of
 from gradwire._bootstrap.mesh import AddressInfo, Mesh
+from gradwire._bootstrap.sign import Sign, key_of
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, SurvivorLinks, View
@@ -127,14 +128,20 @@ def test_a_sign_that_nobody_could_read_is_replaced_only_where_the_store_answers(
     """Else it would be written, once the store goes on, over one of a later communicator."""
     silent = Slate(RendezvousError("has not answered"))
     with gradwire.init(rank=0, size=1) as comm, contextlib.closing(open_door(comm._mesh)) as door:
-        sign = Sign(AddressInfo("", "", (), "", "::1", 0), 0, 0, None)
+        job = comm._mesh.job
+        sign = Sign(job.name, job.secret, AddressInfo("", "", (), "", "::1", 0), 0, 0)
         with pytest.raises(RendezvousError, match="has not answered"):
             door._replace_sign(silent, sign)  # type: ignore[arg-type]
         assert not silent.written
-        for found in (TimeoutError("nobody set it"), b"not a sign"):
+        later = replace(sign, membership=10**6)
+        forged = replace(later, secret=b"of a stranger, as long as ours")
+        for found in (TimeoutError("nobody set it"), b"not a sign", forged.pack()):
             slate = Slate(found)
             door._replace_sign(slate, sign)  # type: ignore[arg-type]
             assert slate.written
+        slate = Slate(later.pack())
+        door._replace_sign(slate, sign)  # type: ignore[arg-type]
+        assert not slate.written
 
 
 class SilentHost:
@@ -177,7 +184,8 @@ def test_who_joins_asks_a_store_that_does_not_answer_once() -> None:
         raise gradwire.RendezvousError("lost the store")
 
     asking = joining.Asking("job", -1, "unix://silent", None, ())
-    looks = joining._Looks(asking, read, Sign(AddressInfo("", "", (), "", "::1", 0), 0, 0, None))
+    sign = Sign("job", b"", AddressInfo("", "", (), "", "::1", 0), 0, 0)
+    looks = joining._Looks(asking, read, sign)
     assert [looks.is_there() for _ in range(3)] == [True] * 3
     assert len(asked) == 1
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import guests, joining, shrink
-from gradwire._bootstrap.door import Guest, Sign
+from gradwire._bootstrap.door import Guest
+from gradwire._bootstrap.sign import Sign
 from gradwire._bootstrap.survivor_links import MOST_RANKS, Message, MessageKind, SurvivorLinks, View
 from gradwire._errors import RendezvousError
 from mortal_links import (
@@ -56,13 +57,14 @@ def rank_of(
     )
 
 
+SIGN = Sign("test", b"", HERE, 0, 0)
 ASKING = joining.Asking("test", -1, "unix://none", b"", ())
 
 
 def guest_of(links: MortalLinks) -> Made | None:
     """What the guest is in; None when it was left out, and would knock again."""
     with contextlib.closing(links), contextlib.suppress(joining._LeftOut):
-        knock = joining._Guest(ASKING, Sign(HERE, 0, 0, None), links, made_by(links), Deadline(60))
+        knock = joining._Guest(ASKING, SIGN, links, made_by(links), Deadline(60))
         return knock.run()  # type: ignore[type-var]
     return None
 

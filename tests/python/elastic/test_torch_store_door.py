@@ -17,12 +17,13 @@ from gradwire._bootstrap.door import reader_of
 from gradwire._errors import JobOver, RendezvousError
 from ranks import LIMIT, eventually, state_of
 
+KNOWN = SECRET.encode()
+
 pytest.importorskip("torch.distributed")
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_a_process_joins_by_torchs_store(secret: str | None) -> None:
-    """It learns the job's secret there, if the ranks were given none, and that the job is over."""
+def test_a_process_joins_by_torchs_store() -> None:
+    """It learns there where the door is, and that the job is over."""
 
     def body(comm: Communicator) -> Any:
         comm, state = train(comm, has(3))
@@ -42,12 +43,12 @@ def test_a_process_joins_by_torchs_store(secret: str | None) -> None:
             "TORCHELASTIC_RESTART_COUNT": str(3 * rank),
         }
         del os.environ["GRADWIRE_STORE"], os.environ["GRADWIRE_JOB"]
-        return body(gradwire.init(secret=secret, timeout=30))
+        return body(gradwire.init(secret=SECRET, timeout=30))
 
     def guest(port: int) -> Any:
         os.environ |= {"GRADWIRE_JOB": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         store = f"torch://127.0.0.1:{port}"
-        return body(gradwire.join(store=store, secret=secret, timeout=30))
+        return body(gradwire.join(store=store, secret=SECRET, timeout=30))
 
     with agents_store() as port, elastic_job() as job:
         processes = [job.process(lambda rank=rank: member(rank, port)) for rank in range(2)]
@@ -60,7 +61,7 @@ def test_a_process_joins_by_torchs_store(secret: str | None) -> None:
 def test_waiting_for_a_key_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         agents_store() as port,
-        reader_of(f"torch://127.0.0.1:{port}", "run", None, Deadline(LIMIT), LIMIT) as read,
+        reader_of(f"torch://127.0.0.1:{port}", "run", KNOWN, Deadline(LIMIT), LIMIT) as read,
         pytest.raises(TimeoutError, match=r"nobody set key within 0\.15 s"),
     ):
         read("key", 0.15)
@@ -70,7 +71,7 @@ def test_waiting_for_a_key_prints_nothing(capfd: pytest.CaptureFixture[str]) -> 
 def test_a_store_that_is_stopped_does_not_answer() -> None:
     with (
         agent() as (pid, port),
-        reader_of(f"torch://127.0.0.1:{port}", "run", None, Deadline(LIMIT), 0.1) as read,
+        reader_of(f"torch://127.0.0.1:{port}", "run", KNOWN, Deadline(LIMIT), 0.1) as read,
     ):
         os.kill(pid, signal.SIGSTOP)
         eventually(lambda: state_of(pid) == "T")
@@ -93,7 +94,7 @@ def test_a_store_that_is_stopped_first_is_not_reached_in_time() -> None:
         for _ in range(3):
             with (
                 pytest.raises(RendezvousError, match=r"could not reach .* within 0\.5 s"),
-                reader_of(store, "run", None, Deadline(0.5), LIMIT),
+                reader_of(store, "run", KNOWN, Deadline(0.5), LIMIT),
             ):
                 pass
             assert threads() <= 1
@@ -101,7 +102,7 @@ def test_a_store_that_is_stopped_first_is_not_reached_in_time() -> None:
             gradwire.join(store=store, secret=SECRET, timeout=0.5)
         os.kill(pid, signal.SIGCONT)
         with (
-            reader_of(store, "run", None, Deadline(LIMIT), LIMIT) as read,
+            reader_of(store, "run", KNOWN, Deadline(LIMIT), LIMIT) as read,
             pytest.raises(TimeoutError, match="nobody set key"),
         ):
             read("key", 0)

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import re
-import secrets
 import socket
 import subprocess
 import sys
@@ -26,9 +25,11 @@ from gradwire._bootstrap import handshake
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.handshake import Hello, Purpose, RefusalLog, client_handshake, receive
 from gradwire._bootstrap.host_info import pack_host_info, unpack_host_info
+from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh, unpack_address_info
-from gradwire._bootstrap.rendezvous import find_secret, rendezvous
+from gradwire._bootstrap.open_exchange import Question
+from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._communicator import from_mesh
@@ -364,27 +365,6 @@ def test_a_secret_file_that_would_block_is_an_error(
         find_secret(None)
 
 
-@pytest.mark.parametrize("local_size", [1, 2])
-def test_without_a_secret_the_log_says_what_to_do_on_several_hosts(
-    local_size: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store = f"unix://gradwire-test-{secrets.token_hex(8)}"
-    base = LaunchInfo(0, 2, store=store, rank_0_hosts=True, local_size=local_size)
-
-    def meet(place: LaunchInfo) -> Mesh:
-        return rendezvous(place, timeout=20)
-
-    with caplog.at_level(logging.INFO, "gradwire"):
-        for mesh in on_ranks([base, replace(base, rank=1)], meet):
-            mesh.close()
-    said = [each for each in caplog.records if "GRADWIRE_SECRET" in each.getMessage()]
-    assert [each.levelname for each in said] == ["WARNING"] * (local_size < 2)
-    for each in said:
-        assert f"which travels over the store at {store}" in each.getMessage()
-        assert "set GRADWIRE_SECRET_FILE to the same file on all hosts" in each.getMessage()
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -392,9 +372,10 @@ def test_without_a_secret_the_log_says_what_to_do_on_several_hosts(
         b"[]",
         b"7",
         b"[" * 10_000,
-        b'{"host": "a", "has_secret": true, "reached": ""}',
-        b'{"host": "a", "has_secret": false, "reached": "", "job": "j", "secret": "no hex"}',
-        b'{"host": "a", "has_secret": 1, "reached": "", "job": "j", "secret": "00"}',
+        b'{"host": "a", "question": null, "reached": ""}',
+        b'{"host": "a", "question": "no hex", "reached": "", "job": "j"}',
+        b'{"host": "a", "question": "00", "reached": "", "job": "j"}',
+        b'{"host": "a", "question": 1, "reached": "", "job": "j"}',
     ],
 )
 def test_a_foreign_introduction_in_a_process_group_names_the_rank(data: bytes) -> None:
@@ -403,7 +384,9 @@ def test_a_foreign_introduction_in_a_process_group_names_the_rank(data: bytes) -
 
 
 def test_an_introduction_survives_its_trip() -> None:
-    said = unpack_host_info(pack_host_info(0, None, "192.0.2.1"), 0)
-    assert len(bytes.fromhex(said["secret"])) >= 16
-    assert said["reached"] == "192.0.2.1"
-    assert not {"job", "secret"} & set(unpack_host_info(pack_host_info(1, SECRET, ""), 1))
+    question = Question().message
+    said = unpack_host_info(pack_host_info(0, question, "192.0.2.1"), 0)
+    assert (said["question"], said["reached"]) == (question, "192.0.2.1")
+    said = unpack_host_info(pack_host_info(1, None, ""), 1)
+    assert said["question"] is None
+    assert "job" not in said

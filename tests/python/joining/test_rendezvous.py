@@ -26,6 +26,7 @@ from gradwire._bootstrap import rendezvous as _rendezvous
 from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.connect import _require_route, connect_mesh
 from gradwire._bootstrap.handshake import Purpose
+from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, explicit
 from gradwire._bootstrap.mesh import (
     AddressInfo,
@@ -35,7 +36,7 @@ from gradwire._bootstrap.mesh import (
     inproc_meshes,
     unpack_address_info,
 )
-from gradwire._bootstrap.rendezvous import choose_transports, find_secret, rendezvous
+from gradwire._bootstrap.rendezvous import choose_transports, rendezvous
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
@@ -366,7 +367,7 @@ def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[F
 def test_loopback_is_refused_when_a_peer_is_on_another_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for future in meet_two_hosts(monkeypatch):
+    for future in meet_two_hosts(monkeypatch, transports=["tcp"]):
         with pytest.raises(RendezvousError, match=r"loopback only.*GRADWIRE_SOCKET_IFNAME"):
             future.result()
 
@@ -506,9 +507,10 @@ def test_a_secret_file_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPat
         find_secret(None)
 
 
-def test_beyond_loopback_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = explicit(1, 2, "tcp://192.0.2.1:9")
-    with pytest.raises(RendezvousError, match="there is no secret: set GRADWIRE_SECRET"):
+@pytest.mark.parametrize("host", ["192.0.2.1", "127.0.0.1", "localhost", "[::1]"])
+def test_over_tcp_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    place = explicit(1, 2, f"tcp://{host}:9")
+    with pytest.raises(RendezvousError, match=r"there is no secret.*`export GRADWIRE_SECRET="):
         rendezvous(place, timeout=0.1)
     monkeypatch.setenv("GRADWIRE_INSECURE", "1")
     with pytest.raises(RendezvousError, match="could not reach the store"):
@@ -532,6 +534,7 @@ def test_a_choice_reads_well() -> None:
 TORCH_RANK = """
 import os
 from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import from_environment
 mesh = rendezvous(from_environment(), timeout=60)
 control = next(iter(mesh.peers.values())).control

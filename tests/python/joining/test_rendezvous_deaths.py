@@ -20,6 +20,7 @@ from gradwire._bootstrap import connect as _connect
 from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.open_exchange import Question
 from hosts import Rank
 from ranks import over_processes
 from stopwatch import own_time
@@ -236,4 +237,4 @@ def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> No
 )
 def test_a_foreign_endpoint_of_a_store_is_refused(data: bytes) -> None:
     with pytest.raises(gradwire.RendezvousError, match="rank 0 advertised no store"):
-        advertised_store.unpack_endpoint(data, None)
+        advertised_store.unpack_endpoint(data, "job", None, Question())

@@ -229,7 +229,7 @@ def test_a_fork_does_not_wait(connect: Connect) -> None:
     pending.wait()
 
 
-def test_a_server_takes_a_free_port(stack: ExitStack) -> None:
+def test_a_server_takes_a_free_port(job_secret: str, stack: ExitStack) -> None:
     server = stack.enter_context(serve.Server(1, store="tcp://127.0.0.1:0"))
     stack.enter_context(serve.connect(full(1), serve.SGD(lr=1.0), store=server.store))
 
@@ -239,9 +239,10 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, stack: ExitS
     assert stack.enter_context(serve.Server(1)).store.startswith("unix:")
 
 
-def test_no_store_opens_to_other_hosts_without_a_secret() -> None:
-    with pytest.raises(gradwire.RendezvousError, match="GRADWIRE_SECRET"):
-        serve.Server(1, store="tcp://0.0.0.0:0")
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_no_store_opens_over_tcp_without_a_secret(host: str) -> None:
+    with pytest.raises(gradwire.RendezvousError, match="export GRADWIRE_SECRET="):
+        serve.Server(1, store=f"tcp://{host}:0")
 
 
 @pytest.mark.parametrize(

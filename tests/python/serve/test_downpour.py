@@ -370,7 +370,7 @@ def test_layouts_stay(make: Make) -> None:
 
 @pytest.mark.parametrize("fetch", ["wait", "ahead"])
 def test_local_steps_go_on_while_a_server_is_dialled(
-    stack: ExitStack, tmp_path: Path, fetch: str
+    job_secret: str, stack: ExitStack, tmp_path: Path, fetch: str
 ) -> None:
     first = serve.Server(1, store="tcp://127.0.0.1:0", snapshot=tmp_path)
     value = torch.zeros(1, requires_grad=True)
@@ -400,7 +400,9 @@ def test_local_steps_go_on_while_a_server_is_dialled(
     assert before - 10 - lost <= value.item() <= before - 10
 
 
-def test_a_step_waits_for_a_server_without_local_steps(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_step_waits_for_a_server_without_local_steps(
+    job_secret: str, stack: ExitStack, tmp_path: Path
+) -> None:
     first = serve.Server(1, store="tcp://127.0.0.1:0", snapshot=tmp_path)
     value = torch.zeros(1, requires_grad=True)
     optimizer = Downpour([value], serve.SGD(lr=1.0), reconnect=60.0, store=first.store)

@@ -125,7 +125,9 @@ def test_a_stopped_replica_holds_up_nobody(bare_environment: None, tmp_path: Pat
                     ps.pull(values)
 
 
-def test_a_server_that_is_killed_is_named(bare_environment: None, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_is_named(
+    bare_environment: None, job_secret: str, tmp_path: Path
+) -> None:
     store = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gradwire", "serve", "--store", store, "--shards", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

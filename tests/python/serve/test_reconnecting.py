@@ -57,7 +57,7 @@ class Servers:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, stack: ExitStack) -> Servers:
+def servers(job_secret: str, tmp_path: Path, stack: ExitStack) -> Servers:
     made = Servers(tmp_path / "snapshots")
     stack.callback(made.end)
     return made

@@ -77,12 +77,12 @@ def detail(section: str, name: str) -> str:
 
 
 JOINS = {
-    "nothing": ({}, "a store that other hosts reach is refused"),
+    "nothing": ({}, "a tcp:// store is refused"),
     "a secret": ({"GRADWIRE_SECRET": "0123456789abcdef"}, "whoever has the secret"),
     "a short secret": ({"GRADWIRE_SECRET": "short"}, "because the secret has 5 bytes"),
     "torchrun": (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-        "joins are as private as torch's store at 127.0.0.1:29500",
+        "nobody joins by torch's store at 127.0.0.1:29500",
     ),
     "insecure": ({"GRADWIRE_INSECURE": "1"}, "everybody who reaches the store"),
     "insecure?": ({"GRADWIRE_INSECURE": "perhaps"}, "because GRADWIRE_INSECURE='perhaps'"),

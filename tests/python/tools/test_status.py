@@ -169,7 +169,7 @@ def test_how_it_was_joined_is_shown(secret: str | None) -> None:
     server = StoreServer(Address("unix", name), "gradwire", (secret or "").encode())
     with server, ThreadPoolExecutor(2) as pool:
         shown = {each for found in pool.map(about, range(2)) for each in found}
-    joins = f"no GRADWIRE_SECRET, so joins are as private as unix://{name}"
+    joins = "no GRADWIRE_SECRET, so this user's processes on this host may join"
     if secret is not None:
         joins = "who joins needs the job's secret"
     assert shown == {f"listens on lo (127.0.0.1): all ranks are on this host; {joins}"}

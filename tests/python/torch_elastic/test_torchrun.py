@@ -19,6 +19,7 @@ from ranks import LIMIT, eventually
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.nightly
+SECRET = "0123456789abcdef"  # without which nobody joins over torchrun's store
 
 PROGRAM = """
 import hashlib, os, pathlib, signal, sys, time
@@ -89,7 +90,7 @@ class Agents:
         with (self.folder / f"log-{len(self.started)}").open("wb") as log:
             agent = subprocess.Popen(
                 [*command, str(self.folder), victim, "20"],
-                env={**os.environ, "HOST": host, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "HOST": host, "OMP_NUM_THREADS": "1", "GRADWIRE_SECRET": SECRET},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

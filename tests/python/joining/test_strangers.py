@@ -1,0 +1,543 @@
+"""Strangers: other users of the host, and whoever reaches torch's store, get nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from agent import agents_store
+from elastic_job import SECRET, elastic_job, has, train
+from gradwire import RendezvousError, serve
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import door, handshake, torch_rendezvous
+from gradwire._bootstrap.admission import open_door
+from gradwire._bootstrap.advertised_store import endpoint_at, unpack_address, unpack_endpoint
+from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.handshake import Authenticator, RefusalLog
+from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.mesh import AddressInfo, Mesh
+from gradwire._bootstrap.open_exchange import Question, answer_to
+from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.sign import Sign, key_of, unpack_sign
+from gradwire._bootstrap.store import Address, StoreClient
+from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._host.interfaces import LOOPBACK
+from gradwire._host.transport_kinds import DEFAULTS
+from ranks import LIMIT, reserved_store
+
+NOBODY = 65534  # the user id of a stranger
+as_another_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs a second user id, which root alone may take"
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(bare_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+
+
+@pytest.fixture
+def torchs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of the one of torchrun's agent."""
+    pytest.importorskip("torch.distributed")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with agents_store() as port:
+        yield f"torch://127.0.0.1:{port}"
+
+
+# Whoever reads torch's store
+
+
+class Listener:
+    """All that ranks write into torch's store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard: dict[str, bytes] = {}
+        honest = TorchStore.set
+
+        def write(store: TorchStore, key: str, value: bytes) -> None:
+            self.heard[key] = value
+            honest(store, key, value)
+
+        monkeypatch.setattr(TorchStore, "set", write)
+
+    def require_ignorant(self, secret: bytes) -> None:
+        """Neither a key nor a value has the secret, and no answer can be read by another."""
+        text = b"\n".join(key.encode() + b" " + value for key, value in self.heard.items())
+        assert secret not in text
+        assert secret.hex().encode() not in text
+        answers = [each for key, each in self.heard.items() if "/answer/" in key]
+        assert answers
+        for each in answers:
+            with pytest.raises(RendezvousError, match="another question than this rank's"):
+                unpack_endpoint(each, "job", None, Question())
+
+
+def meet_by(store: str, **place: Any) -> list[Mesh]:
+    base = replace(LaunchInfo(0, 2, "torchrun", "job", store=store), **place)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [replace(base, rank=rank) for rank in range(2)]
+        return list(pool.map(lambda each: rendezvous(each, timeout=30), ranks))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_reads_torchs_store_learns_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    torchs_store: str,
+    restarts: bool,
+) -> None:
+    listener = Listener(monkeypatch)
+    meshes = meet_by(torchs_store, local_size=2, restarts=restarts)
+    for mesh in meshes:
+        mesh.close()
+    assert meshes[0].job.secret == meshes[1].job.secret
+    assert len(meshes[0].job.secret) == 32
+    listener.require_ignorant(meshes[0].job.secret)
+    assert "GRADWIRE_SECRET" not in caplog.text  # other users cannot reach Unix sockets
+
+
+def test_the_secret_of_a_process_group_is_not_in_what_its_ranks_exchange() -> None:
+    said: list[dict[int, bytes]] = []
+    barrier, lock = threading.Barrier(2), threading.Lock()
+
+    def all_gather_of(rank: int) -> Callable[[bytes], list[bytes]]:
+        turns = iter(range(9))
+
+        def all_gather(own: bytes) -> list[bytes]:
+            turn = next(turns)
+            with lock:
+                while len(said) <= turn:
+                    said.append({})
+                said[turn][rank] = own
+            barrier.wait(LIMIT)
+            return [said[turn][0], said[turn][1]]
+
+        return all_gather
+
+    def body(rank: int) -> bytes:
+        def make(mesh: Mesh) -> bytes:
+            mesh.close()
+            return mesh.job.secret
+
+        return meet_in_group(rank, 2, all_gather_of(rank), make, Deadline(30))
+
+    with ThreadPoolExecutor(2) as pool:
+        known = set(pool.map(body, range(2)))
+    assert len(known) == 1
+    (secret,) = known
+    everything = b"\n".join(each for turn in said for each in turn.values())
+    assert len(secret) == 32
+    assert secret not in everything
+    assert secret.hex().encode() not in everything
+
+
+def test_on_several_hosts_rank_0_warns_that_a_secret_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, torchs_store: str
+) -> None:
+    """Two addresses of one host stand for two hosts."""
+    monkeypatch.setattr(
+        torch_rendezvous, "_choose_store_address", lambda *_: Address("tcp", "127.0.0.1", 0)
+    )
+    listener = Listener(monkeypatch)
+    meshes = meet_by(torchs_store)
+    for mesh in meshes:
+        mesh.close()
+    warnings = [each for each in caplog.messages if "no GRADWIRE_SECRET" in each]
+    assert len(warnings) == 1
+    assert "export GRADWIRE_SECRET=$(openssl rand -hex 32)" in warnings[0]
+    listener.require_ignorant(meshes[0].job.secret)
+
+
+def test_on_one_host_no_stranger_takes_the_place_of_rank_0(torchs_store: str) -> None:
+    """He answers the rank's question with a secret and a store of his own."""
+    with StoreServer(Address("tcp", "127.0.0.1", 0), "job", b"of the stranger's") as evil:
+        host, _, port = torchs_store.removeprefix("torch://").partition(":")
+        stranger = TorchStore(host, int(port), 1, 2, Deadline(30))
+        stranger.set("gradwire/job/0/0/store/0", f"{evil.address} ask".encode())
+        place = LaunchInfo(1, 2, "torchrun", "job", store=torchs_store, local_size=2)
+        with pytest.raises(RendezvousError, match="all ranks are on this host, and the store"):
+            rendezvous(place, timeout=30)
+
+
+def test_an_answer_is_for_one_question() -> None:
+    question, other = Question(), Question()
+    answer = answer_to(question.message, b"a secret")
+    with pytest.raises(ValueError, match="secret"):
+        other.read(answer)
+    assert question.read(answer) == b"a secret"
+    for foreign in (b"", bytes(48), question.message[:-1]):
+        with pytest.raises(ValueError, match="it"):
+            answer_to(foreign, b"a secret")
+    with pytest.raises(RendezvousError, match="rank 0 has a GRADWIRE_SECRET"):
+        endpoint_at(unpack_address(b"unix://x "), b"", "job", None, Question())
+
+
+# The door
+
+
+def torchrun(rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "run",
+    }
+
+
+def enter_torchrun(rank: int, port: int) -> None:
+    os.environ |= torchrun(rank, port)
+    for name in ("GRADWIRE_STORE", "GRADWIRE_JOB"):
+        os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("call", ["should_resize", "resize"])
+def test_without_a_secret_no_door_is_opened_in_torchs_store(torchs_store: str, call: str) -> None:
+    port = int(torchs_store.rpartition(":")[2])
+
+    def member(rank: int) -> str:
+        enter_torchrun(rank, port)
+        with gradwire.init(timeout=30) as comm, pytest.raises(RendezvousError) as raised:
+            getattr(comm, call)()
+        return str(raised.value)
+
+    with elastic_job() as job:
+        texts = [each.value() for each in [job.process(lambda r=r: member(r)) for r in range(2)]]
+    for rank, text in enumerate(texts):
+        assert f"rank {rank}: " in text
+        assert "`export GRADWIRE_SECRET=$(openssl rand -hex 32)` once" in text
+    stranger = TorchStore("127.0.0.1", port, 1, 2, Deadline(30))
+    assert stranger.find(key_of("run")) is None
+
+
+def test_who_joins_by_torchs_store_needs_the_secret(torchs_store: str) -> None:
+    with pytest.raises(RendezvousError, match=r"join\(\) needs the job's secret"):
+        gradwire.join(store=torchs_store, timeout=30)
+
+
+def test_a_forged_sign_is_replaced_and_nobody_follows_it(
+    monkeypatch: pytest.MonkeyPatch, torchs_store: str
+) -> None:
+    monkeypatch.setattr(door, "_RENEW_SECONDS", 0.2)
+    port = int(torchs_store.rpartition(":")[2])
+
+    def member(rank: int) -> Any:
+        enter_torchrun(rank, port)
+        comm, state = train(gradwire.init(secret=SECRET, timeout=30), has(3))
+        with comm:
+            return state
+
+    def guest() -> Any:
+        os.environ |= {"GRADWIRE_JOB": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        comm, state = train(gradwire.join(store=torchs_store, secret=SECRET, timeout=60), has(3))
+        with comm:
+            return state
+
+    with elastic_job() as job, socket.create_server(("127.0.0.1", 0)) as evil:
+        processes = [job.process(lambda rank=rank: member(rank)) for rank in range(2)]
+        stranger = TorchStore("127.0.0.1", port, 1, 2, Deadline(LIMIT))
+        key = key_of("run")
+        honest = unpack_sign(stranger.get(key, LIMIT), "run", SECRET.encode())
+        there = AddressInfo("h", "evil:1", ("tcp",), "", "127.0.0.1", evil.getsockname()[1])
+        forged = Sign("run", b"the stranger's own", there, 0, 10**6).pack()
+        stranger.set(key, forged)
+        while stranger.get(key, LIMIT) == forged:  # renewed before somebody joins
+            time.sleep(0.01)
+        assert unpack_sign(stranger.get(key, LIMIT), "run", SECRET.encode()) == honest
+        monkeypatch.setattr(door, "_RENEW_SECONDS", 10.0)
+        stranger.set(key, forged)
+        processes.append(job.process(guest))
+        assert len({each.value() for each in processes}) == 1
+        evil.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            evil.accept()
+
+
+def test_a_sign_is_for_its_job_and_whole(torchs_store: str) -> None:
+    sign = Sign("job", SECRET.encode(), AddressInfo("", "", (), "", "::1", 0), 0, 3)
+    assert unpack_sign(sign.pack(), "job", SECRET.encode()) == sign
+    assert SECRET.encode() not in sign.pack()
+    changed = sign.pack().replace(b'"membership": 3', b'"membership": 4')
+    for foreign, job in ((sign.pack(), "other"), (changed, "job"), (b"", "job"), (b"{}", "job")):
+        with pytest.raises(RendezvousError, match="not signed with the job's secret"):
+            unpack_sign(foreign, job, SECRET.encode())
+
+
+# Other users of this host
+
+
+def as_nobody(body: Callable[[], Any]) -> Any:
+    """What the function returns in a process of another user."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(writes, str(body()).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    with open(reads, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def knock(name: str) -> str:
+    """What a Unix socket says to who connects: nothing, and it ends the connection."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(LIMIT)
+        sock.connect("\0" + name)
+        return repr(sock.recv(1))
+
+
+@contextlib.contextmanager
+def a_store() -> Iterator[str]:
+    name = f"gradwire-{secrets.token_hex(8)}"
+    with StoreServer(Address("unix", name), "job", b""):
+        yield name
+
+
+@contextlib.contextmanager
+def a_door() -> Iterator[str]:
+    with (
+        gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm,
+        contextlib.closing(open_door(comm._mesh)) as opened,
+    ):
+        yield opened._address.unix
+
+
+@contextlib.contextmanager
+def an_acceptor() -> Iterator[str]:
+    """A rank's listener, with a thread as `connect` has it."""
+    listeners, info = listen(DEFAULTS, LOOPBACK)
+    authenticator = Authenticator(listeners, "job", b"", lambda *_: None)
+    ends = threading.Event()
+
+    def run() -> None:
+        while not ends.is_set():
+            authenticator.poll(0.01)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield info.unix
+    finally:
+        ends.set()
+        thread.join()
+        authenticator.close()
+
+
+@contextlib.contextmanager
+def a_server() -> Iterator[str]:
+    with serve.Server(1) as server:
+        yield server._door.address.unix
+
+
+@as_another_user
+@pytest.mark.parametrize("place", [a_store, a_door, an_acceptor, a_server])
+def test_another_user_is_refused_before_a_word(
+    caplog: pytest.LogCaptureFixture,
+    place: Callable[[], contextlib.AbstractContextManager[str]],
+) -> None:
+    with place() as name:
+        assert as_nobody(lambda: knock(name)) == "b''"
+    assert f"process of user {NOBODY}: it runs as user {NOBODY}, this as 0" in caplog.text
+
+
+@as_another_user
+def test_a_store_that_another_user_serves_is_not_joined() -> None:
+    """He has taken the name before the job."""
+    name = f"gradwire-{secrets.token_hex(8)}"
+    ready, over = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with StoreServer(Address("unix", name), "job", b""):
+                os.write(ready[1], b"x")
+                os.close(over[1])
+                os.read(over[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(RendezvousError, match=f"is not ours: it runs as user {NOBODY}"):
+            StoreClient(Address("unix", name), "job", b"", Deadline(10))
+    finally:
+        for each in (*ready, *over):
+            os.close(each)
+        os.waitpid(child, 0)
+
+
+def test_on_one_host_ranks_listen_on_unix_sockets_alone(
+    monkeypatch: pytest.MonkeyPatch, torchs_store: str
+) -> None:
+    published: list[AddressInfo] = []
+    pack = AddressInfo.pack
+    monkeypatch.setattr(AddressInfo, "pack", lambda info: published.append(info) or pack(info))
+    for mesh in meet_by(torchs_store, local_size=2):
+        mesh.close()
+    with serve.Server(1):
+        pass
+    with a_door():
+        pass
+    assert len(published) >= 3
+    assert all(info.unix and not info.port for info in published)
+
+
+# TCP without a secret, and secrets that are none
+
+
+def init_over_tcp(store: str) -> None:
+    gradwire.init(rank=0, size=2, store=store, timeout=5)
+
+
+def join_over_tcp(store: str) -> None:
+    gradwire.join(store=store, timeout=5)
+
+
+def serve_over_tcp(store: str) -> None:
+    serve.Server(1, store=store)
+
+
+def connect_over_tcp(store: str) -> None:
+    serve.connect([np.zeros(1, np.float32)], serve.SGD(lr=1.0), store=store, timeout=5)
+
+
+def serve_command(store: str) -> None:
+    run_command("serve", "--store", store)
+
+
+def door_over_tcp(store: str) -> None:
+    """The door opens on a thread, and `resize` says what kept it from that."""
+    with gradwire.init(rank=0, size=1) as comm:
+        comm.resize(store=store, min_ranks=2, wait=0.2)
+
+
+def run_command(*arguments: str) -> None:
+    from gradwire._tools import cli
+
+    errors: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "_say", lambda error, code: errors.append(str(error)) or code)
+        code = cli.main(list(arguments))
+    assert code == 1
+    raise RendezvousError(errors[0])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        init_over_tcp,
+        join_over_tcp,
+        serve_over_tcp,
+        connect_over_tcp,
+        serve_command,
+        door_over_tcp,
+    ],
+)
+def test_over_tcp_a_secret_is_required_on_loopback_too(entry: Callable[[str], None]) -> None:
+    with reserved_store() as store, pytest.raises(RendezvousError) as raised:
+        entry(store)
+    assert "`export GRADWIRE_SECRET=$(openssl rand -hex 32)`" in str(raised.value)
+
+
+def test_insecure_is_said_and_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
+
+    def body(rank: int) -> int:
+        with gradwire.init(rank=rank, size=2, store=store, timeout=30) as comm:
+            return comm.size
+
+    with reserved_store() as store, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, range(2))) == [2, 2]
+    assert f"whoever reaches the store at {store} can join" in caplog.text
+    assert [each.levelno for each in caplog.records if "INSECURE" in each.msg] == [logging.WARNING]
+
+
+def init_alone() -> None:
+    gradwire.init()
+
+
+def join_it() -> None:
+    gradwire.join(store="unix://nowhere", timeout=5)
+
+
+def serve_it() -> None:
+    serve.Server(1)
+
+
+def serve_by_command() -> None:
+    run_command("serve", "--shards", "1")
+
+
+def run_it() -> None:
+    run_command("run", "-n", "1", "/nonexistent.py")
+
+
+def group() -> None:
+    meet_in_group(0, 2, lambda own: [own, own], lambda mesh: None, Deadline(5))
+
+
+ENTRIES = [init_alone, join_it, serve_it, serve_by_command, run_it, group]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_refuses_a_short_secret(
+    monkeypatch: pytest.MonkeyPatch, entry: Callable[[], None]
+) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET", "abc")
+    with pytest.raises(RendezvousError, match="the secret has 3 bytes, fewer than 16"):
+        entry()
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_every_entry_refuses_a_secret_that_others_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: Callable[[], None], mode: int
+) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(mode)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(RendezvousError, match="can be read by others"):
+        entry()
+
+
+def test_gradwire_run_gives_its_ranks_the_secret_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from gradwire._tools import cli
+
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, gradwire\n"
+        "with gradwire.init() as comm:\n"
+        f"    sys.exit(comm._mesh.job.secret != {SECRET.encode()!r})\n"
+    )
+    assert cli.main(["run", "-n", "2", str(script)]) == 0
