@@ -1,8 +1,8 @@
 """What a rank publishes about itself: a decoded value is fit to connect to, and to print.
 
 input: a rank's AddressInfo, its host, its host information in a process group, why it gives up,
-the endpoint of rank 0's store, its cost model, the sign of a door, or what a sponsor and its guests
-tell each other
+the endpoint of rank 0's store, a question for its secret, its cost model, the sign of a door, or
+what a sponsor and its guests tell each other
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import atheris
 from gradwire import _model
 from gradwire._bootstrap import (
     advertised_store,
-    door,
     guests,
     host_info,
     mesh,
     rendezvous_exchange,
+    sign,
 )
+from gradwire._bootstrap.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
 from gradwire._host.interfaces import is_loopback
 from instrument import cover
@@ -51,21 +52,30 @@ def test_one_input(data: bytes) -> None:
         with contextlib.suppress(RendezvousError):
             found = host_info.unpack_host_info(data, rank)
             assert isinstance(found["host"], str)
-            assert rank == 1 or found["has_secret"] or len(bytes.fromhex(found["secret"])) == 32
+            assert found["question"] is None or len(found["question"]) == QUESTION_BYTES
     failure = rendezvous_exchange._unpack_failure(data, 3)
     assert isinstance(failure, RendezvousError | TransportError)
     assert getattr(failure, "peer", 0) in range(3)
     with contextlib.suppress(RendezvousError):
-        store, secret = advertised_store.unpack_endpoint(data, None)
-        assert store.local or 0 < store.port < 1 << 16
-        assert secret
+        found = advertised_store.unpack_endpoint(data, "job", b"known", None)
+        assert found.address.local or 0 < found.address.port < 1 << 16
+        assert found.secret == b"known"
+    with contextlib.suppress(RendezvousError):
+        advertised_store.unpack_endpoint(data, "job", None, Question())
+        raise AssertionError("a foreign answer was believed")
+    with contextlib.suppress(ValueError):
+        answer_to(data, b"secret")
     with contextlib.suppress(RendezvousError):
         model = _model.unpack(data)
         assert _model.unpack(_model.pack(model)).digest == model.digest
     with contextlib.suppress(RendezvousError):
-        sign = door.unpack_sign(data)
-        assert door.unpack_sign(sign.pack()) == sign
-        use(sign.address)
+        signed = sign._signature("job", b"secret", data) + b" " + data  # reaches the parser
+        found = sign.unpack_sign(signed, "job", b"secret")
+        assert sign.unpack_sign(found.pack(), "job", b"secret") == found
+        use(found.address)
+    with contextlib.suppress(RendezvousError):
+        sign.unpack_sign(data, "job", b"secret")
+        raise AssertionError("a foreign sign was believed")
     with contextlib.suppress(ValueError):
         invitation = guests.unpack_invitation(data)
         assert guests.unpack_invitation(invitation.pack()) == invitation
@@ -74,6 +84,6 @@ def test_one_input(data: bytes) -> None:
         assert len(guests.unpack_addresses(data, 2, 1).addresses) == 2
 
 
-cover(advertised_store, door, guests, host_info, mesh, rendezvous_exchange, _model)
+cover(advertised_store, guests, host_info, mesh, rendezvous_exchange, sign, _model)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()
