@@ -1,8 +1,10 @@
 """A store that rank 0 opens for one rendezvous and advertises through torch.
 
 Neither torch's store nor a process group tells whose connection ended; a store of ours does. So
-torch only carries its endpoint: where rank 0 listens and, when the job has no secret, a new one in
-an answer to each rank's question (`open_exchange`). Who only reads learns nothing of it.
+torch only carries its endpoint: where rank 0 listens. Where the user gave no secret, a store on a
+Unix socket needs none, since only this user's processes reach it, and they agree on one there. For
+another store rank 0 makes one, and answers each rank's question for it (`open_exchange`), so that
+who only reads what torch carries learns nothing.
 """
 
 from __future__ import annotations
@@ -24,25 +26,31 @@ ANSWER_BYTES = ANSWER_OVERHEAD + SECRET_BYTES
 
 _REPORT_SECONDS = 2.0  # that the others have to read why the host of the store gives up
 _NOWHERE = "-"
+_GIVEN, _NOT_GIVEN = "secret", "-"
 
 
 class Endpoint(NamedTuple):
-    """Rank 0's store, and the job's secret; `made`: the ranks do not have that one yet."""
+    """Rank 0's store, as a rank knows it."""
 
-    job: str
     address: Address
-    secret: bytes
-    made: bool
+    secret: bytes  # that its clients must know
+    given: bool  # by the user, to all ranks
+    job_secret: bytes | None  # None: ranks are to agree on it in the store
+
+    @property
+    def where(self) -> str:
+        """The address, and whether ranks need a secret that the user gave."""
+        return f"{self.address} {_GIVEN if self.given else _NOT_GIVEN}"
 
     def answer_to(self, question: bytes) -> bytes:
-        """The secret for who asked, if it was made; raises ValueError for no question."""
-        if not self.made:
+        """The secret for who asked, where it is to be asked for; raises ValueError for none."""
+        if self.given or self.address.local:
             return b""
         return answer_to(question, self.secret)
 
     def pack_for(self, question: bytes) -> bytes:
-        """Encodes the address and the answer to a rank's question."""
-        return f"{self.address} {self.answer_to(question).hex()}".encode()
+        """Encodes all that a rank needs which has asked."""
+        return f"{self.where} {self.answer_to(question).hex()}".encode()
 
 
 @contextlib.contextmanager
@@ -53,17 +61,19 @@ def advertised_store(
     advertise: Callable[[Endpoint], None],
     find: Callable[[], Endpoint],
     deadline: Deadline,
-) -> Iterator[tuple[StoreClient, bytes]]:
+) -> Iterator[tuple[StoreClient, bytes | None]]:
     """A client of the store that rank 0, the only rank to give `at`, serves; and the job's secret.
 
-    Rank 0 calls `advertise`, the other ranks `find`. Raises RendezvousError, and TransportError
-    when rank 0 is lost.
+    The secret is None where ranks are to agree on it in the store. Rank 0 calls `advertise`, the
+    other ranks `find`. Raises RendezvousError, and TransportError when rank 0 is lost.
     """
     with contextlib.ExitStack() as stack:
         if at is not None:
-            known = secret or secrets.token_bytes(SECRET_BYTES)
-            server = stack.enter_context(serve_until_reported(StoreServer(at, job, known)))
-            endpoint = Endpoint(job, server.address, known, made=not secret)
+            endpoint = _make_endpoint(at, secret)
+            server = stack.enter_context(
+                serve_until_reported(StoreServer(at, job, endpoint.secret))
+            )
+            endpoint = endpoint._replace(address=server.address)
             advertise(endpoint)
         else:
             endpoint = find()
@@ -71,7 +81,14 @@ def advertised_store(
             endpoint.address, job, endpoint.secret, deadline, partial(lost, 0), listens=True
         )
         stack.callback(client.close)
-        yield client, endpoint.secret
+        yield client, endpoint.job_secret
+
+
+def _make_endpoint(at: Address, secret: bytes | None) -> Endpoint:
+    if secret is None and at.local:
+        return Endpoint(at, b"", given=False, job_secret=None)
+    known = secret or secrets.token_bytes(SECRET_BYTES)
+    return Endpoint(at, known, given=secret is not None, job_secret=known)
 
 
 def pack_failure(reason: str) -> bytes:
@@ -79,51 +96,58 @@ def pack_failure(reason: str) -> bytes:
     return f"{_NOWHERE} rank 0 gave up: {reason}".encode()
 
 
-def unpack_address(data: bytes) -> Address:
-    """Decodes the address of rank 0's store; raises RendezvousError, with rank 0's reason."""
+class Place(NamedTuple):
+    """Where rank 0's store is, before this rank knows its secret."""
+
+    address: Address
+    given: bool  # whether the user gave rank 0 a secret
+
+
+def unpack_place(data: bytes) -> Place:
+    """Decodes `Endpoint.where`; raises RendezvousError, with rank 0's reason if it gave up."""
     where, _, rest = data.decode(errors="replace").partition(" ")
     if where == _NOWHERE:
         raise RendezvousError(rest)
     try:
-        return parse_address(where)
+        if rest not in (_GIVEN, _NOT_GIVEN):
+            raise ValueError
+        return Place(parse_address(where), rest == _GIVEN)
     except ValueError:
         raise RendezvousError("rank 0 advertised no store: another gradwire version?") from None
 
 
-def unpack_endpoint(
-    data: bytes, job: str, secret: bytes | None, question: Question | None
-) -> Endpoint:
-    """Decodes rank 0's endpoint, with its secret where this rank has none; raises RendezvousError.
-
-    The secret is in the answer to this rank's `question`.
-    """
-    address = unpack_address(data)
+def unpack_endpoint(data: bytes, secret: bytes | None, question: Question | None) -> Endpoint:
+    """Decodes what `Endpoint.pack_for` made for this rank's question; raises RendezvousError."""
+    where, _, answer = data.rpartition(b" ")
+    place = unpack_place(data if data.startswith(_NOWHERE.encode()) else where)
     try:
-        answer = bytes.fromhex(data.decode().partition(" ")[2])
+        return endpoint_at(place, bytes.fromhex(answer.decode()), secret, question)
     except ValueError:
         raise RendezvousError("rank 0 advertised no store: another gradwire version?") from None
-    return endpoint_at(address, answer, job, secret, question)
 
 
 def endpoint_at(
-    address: Address, answer: bytes, job: str, secret: bytes | None, question: Question | None
+    place: Place, answer: bytes, secret: bytes | None, question: Question | None
 ) -> Endpoint:
-    """The endpoint at an address, with its secret: the given one, or that of the answer."""
+    """The endpoint at a place, by this rank's given secret, or else by rank 0's answer to it."""
     if secret is not None:
-        return Endpoint(job, address, secret, made=False)
-    assert question is not None
-    if not answer:
+        return Endpoint(place.address, secret, given=True, job_secret=secret)
+    if place.given:
         raise RendezvousError(
             "rank 0 has a GRADWIRE_SECRET and this rank has none: set the same one on all ranks, "
             "or none"
         )
+    if place.address.local:
+        return _make_endpoint(place.address, None)
+    assert question is not None
     try:
-        return Endpoint(job, address, question.read(answer), made=True)
+        made = question.read(answer)
     except ValueError:
         raise RendezvousError(
             "rank 0 sent a secret to another question than this rank's: somebody else writes into "
             "torch's store, or another job does; set GRADWIRE_SECRET on all ranks"
         ) from None
+    return Endpoint(place.address, made, given=False, job_secret=made)
 
 
 def require_here(address: Address) -> None:

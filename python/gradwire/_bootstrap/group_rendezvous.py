@@ -15,10 +15,11 @@ from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import (
     ANSWER_BYTES,
     Endpoint,
+    Place,
     advertised_store,
     endpoint_at,
     require_here,
-    unpack_address,
+    unpack_place,
 )
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_host_info
@@ -47,8 +48,8 @@ def meet_in_group(
 ) -> _Made:
     """Connects the ranks of a group; returns `make(mesh)`. Each of them calls it.
 
-    `all_gather` returns all ranks' bytes, in rank order. The secret is GRADWIRE_SECRET's; without
-    one, rank 0 makes it, and `all_gather` carries answers to all ranks' questions for it. Raises
+    `all_gather` returns all ranks' bytes, in rank order, which others may read: no secret is among
+    them (`advertised_store`). The job's is GRADWIRE_SECRET's, or rank 0 makes one. Raises
     RendezvousError, and TransportError when a rank is lost after the ranks have exchanged their
     first messages.
     """
@@ -65,14 +66,15 @@ def meet_in_group(
         all_gather(_pack(endpoint, [info["question"] for info in infos]))
 
     def find() -> Endpoint:
-        address, answer = _unpack(all_gather(b"")[0], rank)
+        place, answer = _unpack(all_gather(b"")[0], rank)
         if known is None and _are_all_here():
-            require_here(address)
-        return endpoint_at(address, answer, job, known, question)
+            require_here(place.address)
+        return endpoint_at(place, answer, known, question)
 
-    with advertised_store(job, known, at, advertise, find, deadline) as (store, secret):
+    with advertised_store(job, known, at, advertise, find, deadline) as (store, found):
         exchange = RendezvousExchange(store, LaunchInfo(rank, size), job, deadline)
         with exchange.abort_on_failure(hosts_store=rank == 0):
+            secret = exchange.agree_on_secret() if found is None else found
             choice = _interface(infos)
             _log.info("a rank of the process group listens on %s", choice)
             mesh = connect_mesh(
@@ -92,8 +94,8 @@ def meet_in_group(
 
 
 def _pack(endpoint: Endpoint, questions: Sequence[bytes | None]) -> bytes:
-    """Encodes rank 0's endpoint: its address, and its answers to all ranks, of equal size."""
-    packed = f"{endpoint.address}\n".encode()
+    """Encodes rank 0's endpoint: where it is, and its answers to all ranks, of equal size."""
+    packed = f"{endpoint.where}\n".encode()
     for peer, question in enumerate(questions):
         try:
             packed += endpoint.answer_to(question or b"")
@@ -105,11 +107,11 @@ def _pack(endpoint: Endpoint, questions: Sequence[bytes | None]) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, rank: int) -> tuple[Address, bytes]:
-    """Decodes rank 0's address and its answer to a rank; raises RendezvousError."""
+def _unpack(data: bytes, rank: int) -> tuple[Place, bytes]:
+    """Decodes where rank 0's store is, and its answer to a rank; raises RendezvousError."""
     where, _, answers = data.partition(b"\n")
     begin = rank * ANSWER_BYTES
-    return unpack_address(where), answers[begin : begin + ANSWER_BYTES]
+    return unpack_place(where), answers[begin : begin + ANSWER_BYTES]
 
 
 def _agreed_name(infos: Sequence[dict[str, Any]], rank: int) -> str:

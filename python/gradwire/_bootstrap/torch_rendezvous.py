@@ -1,11 +1,11 @@
 """The rendezvous through torch's own store, in which rank 0 advertises one of gradwire's.
 
-Whoever reaches torch's store reads and writes it. Without a secret that the user gave, rank 0 makes
-one, and each rank asks for it (`open_exchange`): who only reads learns nothing. Where all ranks are
-on one host they meet at a Unix socket, which other users cannot serve either.
+Whoever reaches torch's store reads and writes it. Where all ranks are on one host they meet at a
+Unix socket, which other users neither reach nor serve, and agree on a secret there if the user gave
+none. On several hosts rank 0 makes one then, and each rank asks for it (`open_exchange`): who only
+reads learns nothing.
 
-    PREFIX/store/0   where rank 0's store is, and whether it has a secret for those who ask, or why
-                     it gives up; not where agents restart ranks
+    PREFIX/store/0   where rank 0's store is, or why it gives up; not where agents restart ranks
     PREFIX/ask/RANK, PREFIX/answer/RANK/NAME   see `asks`
 """
 
@@ -26,8 +26,8 @@ from gradwire._bootstrap.advertised_store import (
     endpoint_at,
     pack_failure,
     require_here,
-    unpack_address,
     unpack_endpoint,
+    unpack_place,
 )
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE
 from gradwire._bootstrap.launch_info import LaunchInfo
@@ -38,7 +38,6 @@ from gradwire._bootstrap.torch_store import TorchStore
 from gradwire._errors import Error, describe, lost
 from gradwire._host.interfaces import Route, choose, is_loopback, route_to
 
-_ASK = " ask"  # after the address: rank 0 answers those who ask for the secret
 _POLL_SECONDS = 0.1  # torch's store does not let Ctrl-C through while it waits
 
 _log = logging.getLogger("gradwire")
@@ -51,10 +50,10 @@ def store_advertised_by_torch(
     secret: bytes | None,
     prefix: str,
     deadline: Deadline,
-) -> Iterator[tuple[StoreClient, bytes]]:
+) -> Iterator[tuple[StoreClient, bytes | None]]:
     """A client of the store that rank 0 opens and advertises in torch's; and the job's secret.
 
-    Torch's store is at `place`. Raises as `advertised_store`.
+    Torch's store is at `place`. Returns and raises as `advertised_store`.
     """
     meeting = _Meeting(launch, place, secret, prefix, deadline)
     failure: bytes | None = None
@@ -102,25 +101,19 @@ class _Meeting:
     def advertise(self, endpoint: Endpoint) -> None:
         """Tells the other ranks where rank 0's store is."""
         if not self._launch.restarts:
-            where = f"{endpoint.address}{_ASK if endpoint.made else ''}"
-            self._torch.set(f"{self._prefix}/store/0", where.encode())
-        if self._launch.restarts or endpoint.made:
+            self._torch.set(f"{self._prefix}/store/0", endpoint.where.encode())
+        if self._launch.restarts or not (endpoint.given or endpoint.address.local):
             self._begin_answers(endpoint.pack_for)
 
     def find(self) -> Endpoint:
         """Waits for what rank 0 advertises."""
-        job, secret = self._launch.job, self._secret
-        if not self._launch.restarts:
-            where = self._await(f"{self._prefix}/store/0")
-            address = unpack_address(where)
-            self._check(address)
-            if secret is not None or not where.endswith(_ASK.encode()):
-                return endpoint_at(address, b"", job, secret, self._question)
-            data = self._await(self._answer, lambda: _require_alive(address))
-        else:
-            data = self._await(self._answer)
-        self._check(unpack_address(data))
-        return unpack_endpoint(data, job, secret, self._question)
+        if self._launch.restarts:
+            return self._unpack(self._await(self._answer))
+        place = unpack_place(self._await(f"{self._prefix}/store/0"))
+        self._check(place.address)
+        if self._secret is not None or place.given or place.address.local:
+            return endpoint_at(place, b"", self._secret, self._question)
+        return self._unpack(self._await(self._answer, lambda: _require_alive(place.address)))
 
     def end(self, failure: bytes | None) -> None:
         """Ends rank 0's part; with a `failure`, tells the ranks that have come or will."""
@@ -135,6 +128,11 @@ class _Meeting:
     def _begin_answers(self, answer: Callable[[bytes], bytes]) -> None:
         beside = TorchStore(*self._place, 1, 2, self._deadline)
         self._answers = asks.Answers(beside, self._prefix, self._launch.size, answer)
+
+    def _unpack(self, answer: bytes) -> Endpoint:
+        endpoint = unpack_endpoint(answer, self._secret, self._question)
+        self._check(endpoint.address)
+        return endpoint
 
     def _check(self, address: Address) -> None:
         if self._secret is None and self._launch.local_size == self._launch.size:

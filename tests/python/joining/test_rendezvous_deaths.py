@@ -233,8 +233,9 @@ def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> No
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"tcp://127.0.0.1:1 no-hex", b"127.0.0.1:1 00", b"\xff" * 9, b"unix:// 00"]
+    "data",
+    [b"", b"tcp://127.0.0.1:1 - no-hex", b"127.0.0.1:1 - 00", b"\xff" * 9, b"unix://a no 00"],
 )
 def test_a_foreign_endpoint_of_a_store_is_refused(data: bytes) -> None:
     with pytest.raises(gradwire.RendezvousError, match="rank 0 advertised no store"):
-        advertised_store.unpack_endpoint(data, "job", None, Question())
+        advertised_store.unpack_endpoint(data, None, Question())
