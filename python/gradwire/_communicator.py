@@ -15,7 +15,6 @@ from gradwire._base import arguments, stops
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
-from gradwire._bootstrap import split as _split
 from gradwire._bootstrap.admission import (
     admission_to,
     has_room,
@@ -26,6 +25,7 @@ from gradwire._bootstrap.admission import (
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.door import Door
+from gradwire._bootstrap.groups import split as _split
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers

@@ -21,7 +21,7 @@ from gradwire._bootstrap import (
     rendezvous_exchange,
     sign,
 )
-from gradwire._bootstrap.open_exchange import QUESTION_BYTES, Question, answer_to
+from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
 from gradwire._host.interfaces import is_loopback
 from instrument import cover

@@ -16,9 +16,9 @@ from functools import partial
 from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.open_exchange import ANSWER_OVERHEAD, Question, answer_to
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.through_torch.open_exchange import ANSWER_OVERHEAD, Question, answer_to
 from gradwire._errors import RendezvousError, lost
 
 SECRET_BYTES = 32  # of one that rank 0 makes
@@ -97,7 +97,7 @@ def pack_failure(reason: str) -> bytes:
 
 
 class Place(NamedTuple):
-    """Where rank 0's store is, before this rank knows its secret."""
+    """The place of rank 0's store, before this rank knows its secret."""
 
     address: Address
     given: bool  # whether the user gave rank 0 a secret

@@ -40,7 +40,7 @@ from gradwire._bootstrap.sign import Sign, key_of, secret_key_of, unpack_sign
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, View, pack_message
-from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._bootstrap.waiting_room import Guest, Quiet, WaitingRoom
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 

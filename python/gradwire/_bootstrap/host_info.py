@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from gradwire._bootstrap.open_exchange import QUESTION_BYTES
+from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES
 from gradwire._errors import RendezvousError
 
 _DIGITS = 8  # of a digest

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import asks
 from gradwire._bootstrap.advertised_store import (
     Endpoint,
     advertised_store,
@@ -31,10 +30,11 @@ from gradwire._bootstrap.advertised_store import (
 )
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE
 from gradwire._bootstrap.launch_info import LaunchInfo
-from gradwire._bootstrap.open_exchange import Question
 from gradwire._bootstrap.rendezvous_exchange import await_rank
 from gradwire._bootstrap.store import Address, StoreClient
-from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.through_torch import asks
+from gradwire._bootstrap.through_torch.open_exchange import Question
+from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._errors import Error, describe, lost
 from gradwire._host.interfaces import Route, choose, is_loopback, route_to
 

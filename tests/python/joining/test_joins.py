@@ -28,10 +28,10 @@ from gradwire._bootstrap.host_info import pack_host_info, unpack_host_info
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh, unpack_address_info
-from gradwire._bootstrap.open_exchange import Question
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._communicator import from_mesh
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Interface

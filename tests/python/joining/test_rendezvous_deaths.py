@@ -20,7 +20,7 @@ from gradwire._bootstrap import connect as _connect
 from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.open_exchange import Question
+from gradwire._bootstrap.through_torch.open_exchange import Question
 from hosts import Rank
 from ranks import over_processes
 from stopwatch import own_time

@@ -25,16 +25,16 @@ from gradwire._bootstrap import door, handshake, torch_rendezvous
 from gradwire._bootstrap.admission import open_door
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
 from gradwire._bootstrap.connect import listen
-from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.handshake import Authenticator, RefusalLog
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Mesh
-from gradwire._bootstrap.open_exchange import Question, answer_to
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.sign import Sign, key_of, unpack_sign
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.through_torch.open_exchange import Question, answer_to
+from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._host.interfaces import LOOPBACK
 from gradwire._host.transport_kinds import DEFAULTS
 from ranks import LIMIT, eventually, reserved_store

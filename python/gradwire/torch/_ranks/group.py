@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradwire._base.arguments import instance
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, RendezvousError, first_line

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank

@@ -26,10 +26,10 @@ from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
-from gradwire._bootstrap.open_exchange import Question
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
 from gradwire._errors import RendezvousError, lost
 from gradwire._host.interfaces import Choice, Route, choose, route_to

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._errors import RendezvousError
 
 _PAUSE_SECONDS = 0.02  # between two looks for asks

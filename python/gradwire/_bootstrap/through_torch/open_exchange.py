@@ -27,7 +27,7 @@ class Question:
         self.message = bytes(self._noise.write(b""))
 
     def read(self, answer: bytes) -> bytes:
-        """What rank 0 has answered to this very question; raises ValueError for anything else."""
+        """Opens rank 0's answer to this very question; raises ValueError for anything else."""
         try:
             return bytes(self._noise.read(answer))
         except TransportError as error:
