@@ -371,10 +371,10 @@ def _require_route(lower: int, listens: AddressInfo, higher: int, connects: Addr
 def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.socket], AddressInfo]:
     """Opens the listeners that the transports need; returns them and their AddressInfo.
 
-    Only a Unix socket where all ranks are on this host, and the user named no transports: a peer
-    that offers tcp alone connects there, too.
+    Only a Unix socket where all ranks are on this host, and the best transport is made over one: a
+    peer that offers tcp alone connects there, too.
     """
-    here = choice.interface.loopback and transports == DEFAULTS
+    here = choice.interface.loopback and KINDS[transports[0]].local
     listeners, unix, port = [], "", 0
     name, address = choice.interface
     if any(KINDS[name].local for name in transports):
