@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from gradwire import RendezvousError
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.torch_store import TorchStore
+from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._errors import first_line
 from ranks import LIMIT
 
