@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import gradwire
+import numpy as np
 import pytest
 from gradwire import _core
 from gradwire._base.deadline import Deadline
@@ -29,8 +30,11 @@ from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Setting, Side, agree, unpack_side
 from gradwire._host.encryption import Path as Way
 from gradwire._host.sealed_socket import SealedSocket
+from hosts import Network
 from ranks import LIMIT
 from sealing import sealed, tcp_pair
+
+from bench.network.namespaces import missing
 
 SECRET = b"a secret that nobody may read"
 HELLO = Hello("job", Purpose.CONTROL)
@@ -255,3 +259,30 @@ def test_a_sealed_socket_takes_no_byte_beyond_what_is_asked_for() -> None:
         assert handshake.receive(other, 5, Deadline(LIMIT)) == b"first"
         rest = socket.socket.recv(other, 4096)
         assert len(rest) == 4 + len(b"second") + 16
+
+
+def _sum(comm: gradwire.Communicator, _: object) -> float:
+    return float(comm.all_reduce(np.ones(1000))[0])
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_auto_seals_between_hosts_and_says_who_must_not() -> None:
+    """One that must seal joins it, and with one that must not both say why."""
+    network = Network(2)
+    try:
+        settings = ("auto", "on")
+        with_on = network.values(
+            [0, 1], _sum, environment=lambda rank: {"GRADWIRE_ENCRYPTION": settings[rank]}
+        )
+        assert with_on == [2.0, 2.0]
+        settings = ("auto", "off")
+        with network.start(
+            [0, 1],
+            _sum,
+            environment=lambda rank: {"GRADWIRE_ENCRYPTION": settings[rank]},
+            timeout=5.0,
+        ) as ranks:
+            error = ranks[1].outcome().error
+        assert "it has GRADWIRE_ENCRYPTION=auto and this process off" in str(error)
+    finally:
+        network.close()
