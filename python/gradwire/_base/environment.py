@@ -197,7 +197,9 @@ def _address(given: str) -> str:
         parts, port = urlsplit(""), None
     on_host = parts.scheme in ("tcp", "torch") and parts.hostname and port
     if not on_host and not (parts.scheme == "unix" and (parts.netloc or len(parts.path) > 1)):
-        raise ValueError("is none of tcp://HOST:PORT, torch://HOST:PORT, unix://NAME and unix:///PATH")
+        raise ValueError(
+            "is none of tcp://HOST:PORT, torch://HOST:PORT, unix://NAME and unix:///PATH"
+        )
     return given
 
 

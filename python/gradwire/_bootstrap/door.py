@@ -53,8 +53,6 @@ _log = logging.getLogger("gradwire")
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
-
-
 class Door:
     """The door of one communicator after the other, on its lowest rank.
 
