@@ -184,8 +184,6 @@ def _folded(call: Call, index: int, size: int) -> Any:
 
 def _average(total: Any, size: int) -> Any:
     """Rounded as it is defined to be; complex numbers are pairs."""
-    if total.dtype.kind in "iu":
-        return total // size
     numbers = total.view(total.real.dtype)
     wide = np.float64 if numbers.dtype == np.float64 else np.float32
     averages = (numbers.astype(wide) * (wide(1) / wide(size))).astype(numbers.dtype)

@@ -231,7 +231,7 @@ def _ops(dtype: str) -> tuple[str, ...]:
     kind = np.dtype(dtype).kind
     if kind == "c":
         return ("sum", "sum", "avg")
-    found = ("sum", "sum", "min", "max", "prod") + ("avg",) * (kind != "b")
+    found = ("sum", "sum", "min", "max", "prod") + ("avg",) * (kind == "f")
     return found + ("band", "bor", "bxor", "land", "lor", "lxor") * (kind in "iub")
 
 

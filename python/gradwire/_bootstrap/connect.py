@@ -336,7 +336,7 @@ class _Acceptor:
     def _check(self, hello: Hello, _: socket.socket) -> None:
         mesh = self._mesh
         if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
-            raise HandshakeError("it belongs to another communicator or restart of the job")
+            raise HandshakeError("it belongs to another communicator, or another start of the job")
         if hello.target != mesh.rank or (hello.source, hello.purpose) not in self._expected:
             raise HandshakeError(
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "

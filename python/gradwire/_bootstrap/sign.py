@@ -28,7 +28,7 @@ class Sign:
     job: str
     secret: bytes = field(repr=False)  # of the job; it signs, and is not in the entry
     address: AddressInfo
-    epoch: int  # of the job: how often the launcher has restarted it
+    epoch: int  # of the job: the random number of its start
     membership: int  # the epoch of the communicator
     over: bool = False  # the communicator was closed, and nobody is left to join
 

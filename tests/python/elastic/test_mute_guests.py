@@ -29,7 +29,8 @@ def knock(comm: Communicator, door: Door, said: bytes) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect("\0" + door._address.unix)
     job = comm._mesh.job
-    client_handshake(sock, Hello(job.name, Purpose.JOIN, source=-1), job.secret, Deadline(10))
+    hello = Hello(job.name, Purpose.JOIN, epoch=job.epoch, source=-1)
+    sock = client_handshake(sock, hello, job.secret, Deadline(10))
     sock.sendall(said)
     return sock
 

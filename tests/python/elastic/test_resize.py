@@ -180,7 +180,7 @@ def test_the_environment_gives_the_number_of_ranks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GRADWIRE_MIN_RANKS", "few")
     for error in killed({0}):
         assert isinstance(error, gradwire.InvalidArgument)
-        assert "GRADWIRE_MIN_RANKS='few' is not a number of ranks" in str(error)
+        assert "GRADWIRE_MIN_RANKS='few' is not a number of ranks: use 1 or more" in str(error)
 
 
 def test_ranks_keep_their_numbers_in_the_job() -> None:
