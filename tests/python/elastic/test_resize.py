@@ -177,10 +177,6 @@ def test_a_given_number_of_ranks_alone_decides() -> None:
 def test_the_environment_gives_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_MIN_RANKS", "1")
     assert killed({0, 1, 2}) == [1]
-    monkeypatch.setenv("GRADWIRE_MIN_RANKS", "few")
-    for error in killed({0}):
-        assert isinstance(error, gradwire.InvalidArgument)
-        assert "GRADWIRE_MIN_RANKS='few' is not a number of ranks: use 1 or more" in str(error)
 
 
 def test_ranks_keep_their_numbers_in_the_job() -> None:

@@ -83,7 +83,9 @@ def test_the_rank_that_is_out_of_descriptors_says_so_at_once(
         connect.listen = listen  # in a process of its own
         began = time.monotonic()
         with pytest.raises(gradwire.Error) as raised:
-            gradwire.init(rank=rank, size=2, store=store, transports=[transport], timeout=60)
+            gradwire.init(
+                rank=rank, size=2, store=store, transports=[transport], secret=SECRET, timeout=60
+            )
         return str(raised.value), time.monotonic() - began
 
     ranks = [
