@@ -306,6 +306,7 @@ class Authenticator:
         _core.libcrypto_version()  # these raise here, not in the thread that polls
         setting()
         self._job, self._secret, self._check = job, secret, check
+        self._host = host_identity()  # here, since it takes a descriptor
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
         self._paused: dict[socket.socket, Deadline] = {}
@@ -394,7 +395,7 @@ class Authenticator:
             )
         sock.setblocking(False)
         try:
-            side = side_of(sock, host_identity())
+            side = side_of(sock, self._host)
         except OSError:  # it is gone again
             sock.close()
             return

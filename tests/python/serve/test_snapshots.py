@@ -6,6 +6,7 @@ import errno
 import json
 import secrets
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -145,10 +146,14 @@ def test_a_link_that_comes_back_at_once_is_not_followed(
     assert not victim.exists()
 
 
-def test_a_last_snapshot_that_failed_is_the_exit_status(tmp_path: Path) -> None:
+def test_a_last_snapshot_that_failed_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file is where the folder was, so that nothing can be written."""
     folder = tmp_path / "snapshots"
-    store = f"unix://gradwire-test-{secrets.token_hex(8)}"
+    monkeypatch.setenv("GRADWIRE_SECRET", secrets.token_hex(16))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     argv = [sys.executable, "-m", "gradwire", "serve", "--store", store, "--snapshot", str(folder)]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
         with serve.connect([np.zeros(10, np.float32)], serve.SGD(lr=1.0), store=store) as ps:
