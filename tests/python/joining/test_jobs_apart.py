@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +12,12 @@ from typing import Any
 import gradwire
 import pytest
 from elastic_job import Process
+from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import rendezvous as _rendezvous
-from gradwire._bootstrap.launch_info import LaunchInfo
+from gradwire._bootstrap.launch_info import DEFAULT_JOB, LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._errors import RendezvousError
 from ranks import LIMIT, reserved_store
 
@@ -37,7 +40,16 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Process]]:
 
             return Process(body, before=lambda: None)
 
+        begin.store = store  # type: ignore[attr-defined]
         yield begin
+
+
+def await_claim(store: str, rank: int) -> None:
+    """Waits until a rank of a job without a name has come to the store."""
+    address, secret = parse_address(store), SECRET.encode()
+    client = StoreClient(address, DEFAULT_JOB, secret, Deadline(LIMIT))
+    with contextlib.closing(client):
+        client.get(f"gradwire/{DEFAULT_JOB}/0/claimant/{rank}", LIMIT)
 
 
 def require_told(processes: Sequence[Process]) -> None:
@@ -55,6 +67,7 @@ def test_two_jobs_with_one_store_and_one_secret_do_not_mix(start: Callable[..., 
 def test_a_second_rank_0_tells_the_job_that_serves_the_store(start: Callable[..., Process]) -> None:
     """All ranks that are there fail, and do not wait for those that may be the other job's."""
     first = [start("A", 1, 3), start("A", 0, 3)]
+    await_claim(start.store, 1)  # type: ignore[attr-defined]
     require_told([*first, start("B", 0, 3)])
 
 
