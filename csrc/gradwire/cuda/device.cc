@@ -32,9 +32,10 @@ std::string loader_says() {
 const Api& open_library(const std::string& path) {
   void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
   if (handle == nullptr)
-    throw InvalidArgument("gradwire's CUDA part does not load (" + loader_says() +
-                          "): build gradwire with it, GRADWIRE_CUDA=ON pip install . where there is "
-                          "an nvcc, or name the file in GRADWIRE_CUDA_SO");
+    throw InvalidArgument(
+        "gradwire's CUDA part does not load (" + loader_says() +
+        "): build gradwire with it, GRADWIRE_CUDA=ON pip install . where there is "
+        "an nvcc, or name the file in GRADWIRE_CUDA_SO");
   const auto get = reinterpret_cast<GetApi>(::dlsym(handle, kGetApi));
   if (get == nullptr)
     throw InvalidArgument(path + " is not gradwire's CUDA part: it has no " + kGetApi);
