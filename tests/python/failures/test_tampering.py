@@ -140,6 +140,7 @@ def test_a_request_to_the_store_that_was_changed_is_never_obeyed(
     honest = _client(server.address.port)
     with contextlib.closing(_client(impostor.port)) as client:
         client.set("weights", b"\0" * 1000)
+        eventually(lambda: impostor.middles)  # whose thread may pass bytes on before it is there
         impostor.middles[0].arm(attack)
 
         def write_often() -> None:
