@@ -107,7 +107,9 @@ cuda: build $(VENV)/test-packages
 	  -DCMAKE_CUDA_FLAGS=$$(nvcc --help | grep -q Ofast-compile && echo --Ofast-compile=max) >/dev/null
 	ninja -C $(CUDA_BUILD) gradwire_cuda_plugin
 	.ci/cuda-built $(CUDA_BUILD)
-	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q tests/python/gpus/test_cuda_build.py
+	$(BIN)/pip install -q 'nvidia-cuda-cuobjdump>=13' 'nvidia-cuda-nvdisasm>=13'
+	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q \
+	  tests/python/gpus/test_cuda_build.py tests/python/gpus/test_cuda_code.py
 
 # The CUDA part for drivers of CUDA 12, which must load and export what nvcc's does.
 cuda12: build $(VENV)/test-packages

@@ -276,6 +276,14 @@ inline unsigned long long __double_as_longlong(double x) {
   return std::bit_cast<unsigned long long>(x);
 }
 inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+// Of the eight bytes of both words, y's behind x's, those that the nibbles of the selector number.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long both = x | static_cast<unsigned long long>(y) << 32;
+  unsigned found = 0;
+  for (unsigned i = 0; i < 4; ++i)
+    found |= static_cast<unsigned>(both >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  return found;
+}
 struct __half {
   unsigned short bits;
 };

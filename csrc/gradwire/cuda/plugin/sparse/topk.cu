@@ -107,6 +107,12 @@ __device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], uns
       put(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]), 8 * As::kBytes);
 }
 
+// Returns byte b of a value. For the lowest byte of an fp16, ptxas 13.0 would convert its number to
+// an integer (F2I.U8.F16) if it saw a cast.
+__device__ std::byte byte_of(std::uint32_t value, unsigned b) {
+  return static_cast<std::byte>(__byte_perm(value, 0, 0x4440U + b));
+}
+
 // Writes the values to their places in the payload, byte by byte.
 template <typename As>
 __device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps], std::byte* out) {
@@ -116,7 +122,7 @@ __device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps
     const std::uint32_t value = As::narrow(v[s]);
     std::byte* at = out + As::kBytes * rank_of(room, s);
 #pragma unroll
-    for (unsigned b = 0; b < As::kBytes; ++b) at[b] = static_cast<std::byte>(value >> (8 * b));
+    for (unsigned b = 0; b < As::kBytes; ++b) at[b] = byte_of(value, b);
   }
 }
 
