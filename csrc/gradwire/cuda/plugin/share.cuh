@@ -3,6 +3,9 @@
 // move neighbouring elements. A thread starts all its loads before it uses any of the values.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
@@ -13,6 +16,22 @@ template <typename T, unsigned kWide>
 struct alignas(kWide * sizeof(T)) Neighbours {
   T at[kWide];
 };
+
+// Stores neighbours by one instruction: nvcc would split the assignment of such a struct.
+template <typename T, unsigned kWide>
+__device__ void store_at_once(T* to, const Neighbours<T, kWide>& few) {
+#ifndef GRADWIRE_SIMULATED_CUDA
+  constexpr std::size_t kBytes = sizeof(few);
+  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+  if constexpr (kWide > 1 && kBytes == sizeof(Word)) {
+    Word word;
+    memcpy(&word, &few, kBytes);
+    __stwb(reinterpret_cast<Word*>(to), word);
+    return;
+  }
+#endif
+  *reinterpret_cast<Neighbours<T, kWide>*>(to) = few;
+}
 
 // A thread's share of a tile: kCount elements for each of kThreads threads, in runs of kWide.
 template <unsigned kThreads, unsigned kCount, unsigned kWide>
@@ -57,7 +76,7 @@ struct Share {
       Few few;
 #pragma unroll
       for (unsigned k = 0; k < kWide; ++k) few.at[k] = v[i + k];
-      *reinterpret_cast<Few*>(tile + element(i)) = few;
+      store_at_once(tile + element(i), few);
     }
   }
 };
