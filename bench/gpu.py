@@ -1,9 +1,10 @@
-"""Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 8 minutes.
+"""Builds, checks and times gradwire's CUDA part on the first GPU of this machine, in 11 minutes.
 
     python bench/gpu.py                    # writes bench/results/gpu-DATE.json and .md
     python bench/gpu.py --output FOLDER    # FOLDER/gpu.json and .md, where there is a FOLDER;
                                            # else FOLDER.json and .md
     python bench/gpu.py --only loopback kernels
+    python bench/gpu.py --built FOLDER     # compiles nothing (bench/cuda/README.md)
     python bench/gpu.py --simulated        # the checks, over tests/simulated_cuda; writes nothing
 
 Checks of the kernels need nvcc, cmake and ninja; all of it also pybind11, NumPy, ml_dtypes, pytest
@@ -120,11 +121,12 @@ def _status(ended: Sequence[Ended]) -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--minutes", type=float, default=8.0, help="for everything; what is left is not run")
+    add("--minutes", type=float, default=11.0, help="for everything; what is left is not run")
     add("--only", nargs="+", default=[], metavar="STAGE", help="after the build")
     add("--output", default="", help="a folder, or a path without suffix")
     add("--simulated", action="store_true", help="the checks, over a simulated GPU")
     add("--build", type=Path, default=RELEASE, help="with --simulated: the folder of the build")
+    add("--built", type=Path, help="a folder that gpu_build has packed")
     add("--architectures", help="to compile for; the GPU's own by default")
     return parser.parse_args()
 
@@ -211,11 +213,12 @@ def _run(
         name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")
     }
     environment["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA_PROGRAMS])
+    folder = options.built.absolute() if options.built else gpu_build.BUILD
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(folder / gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     architectures = options.architectures or f"{gpu['capability']}-real"
-    wanted = _chosen(stages(gpu_build.BUILD, gpu_build.PLUGIN, architectures), options.only)
+    wanted = _chosen(stages(folder, None if options.built else architectures), options.only)
     return run_all(wanted, deadline, environment, _told, save)
 
 

@@ -18,8 +18,10 @@ from bench.common.result_files import ROOT
 from bench.cuda.gpu_rows import Row
 
 BUILD = ROOT / "build/gpu"
-PACKAGES = BUILD / "python"  # for PYTHONPATH
-PLUGIN = BUILD / "libgradwire_cuda.so"
+PACKAGES = "python"  # in a build's folder, for PYTHONPATH
+LIBRARY = "libgradwire_cuda.so"
+PROGRAMS = ("bench/gpu_kernels", "bench/libgpu_jobs.so")
+PLUGIN = BUILD / LIBRARY
 ARCHITECTURES = "90"
 
 
@@ -32,8 +34,14 @@ class CallFailed(RuntimeError):
 
 
 def main() -> int:
-    """Prints the rows; arguments: core or extension, and the GPUs' architectures, 90 by default."""
+    """Prints the rows; arguments: core or extension, and the GPUs' architectures, 90 by default.
+
+    Or `pack FOLDER`: copies what both have built to a folder, for a machine that compiles nothing.
+    """
     what, *given = sys.argv[1:]
+    if what == "pack":
+        pack(Path(given[0]))
+        return 0
     architectures = given[0] if given else ARCHITECTURES
     return _core(architectures) if what == "core" else _extension(architectures)
 
@@ -95,7 +103,7 @@ def call(*command: str) -> str:
 
 def _link() -> None:
     """A package gradwire that is the repository's, with what was built."""
-    package = PACKAGES / "gradwire"
+    package = BUILD / PACKAGES / "gradwire"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)
     sources = (ROOT / "python/gradwire").iterdir()
@@ -105,10 +113,21 @@ def _link() -> None:
             (package / each.name).symlink_to(each)
 
 
+def pack(folder: Path) -> None:
+    """Copies what was built, without symbols, in the layout of BUILD."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(BUILD / PACKAGES, folder / PACKAGES)
+    (folder / "bench").mkdir()
+    for program in (*PROGRAMS, LIBRARY):
+        shutil.copy2(BUILD / program, folder / program)
+    for each in [*folder.rglob("*.so"), folder / PROGRAMS[0]]:
+        call(tool("strip"), str(each))
+
+
 def _imported() -> str:
     """The CUDA part that the package loads."""
     program = "from gradwire import _core; print(_core.cuda_info()['library'])"
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+    environment = {**os.environ, "PYTHONPATH": str(BUILD / PACKAGES)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )

@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--simulated", action="store_true")
     simulated = parser.parse_args().simulated
     place = gpu_arrays.place(simulated)
-    n, replays = (12 * 20, 5) if simulated else (300 * 400, 100)
+    n, replays = (12 * 20, 5) if simulated else (300 * 400, 20)
     for p, codec in product((1, 2), CODECS[::2] if simulated else CODECS):
         case = Case(n=n, algorithm="ring", op="avg", codec=codec, feedback=codec != "none")
         _check(f"graph, {replays} replays", p, partial(replayed, case, replays, place), codec)

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ from time import monotonic
 from typing import IO, Any
 
 from bench.common.result_files import ROOT
+from bench.cuda.gpu_build import LIBRARY
 
 _TOO_LATE = 5.0  # seconds, in which no stage gets anywhere
 SECONDS = "SECONDS"  # in a command: those that the stage has
@@ -73,15 +74,23 @@ CORE, EXTENSION = "build", "build the extension"
 BUILDS = (CORE, EXTENSION)
 
 
-def stages(build: Path, plugin: Path, architectures: str) -> list[Stage]:
-    """All of them, on a GPU; first what tells most.
+def stages(build: Path, architectures: str | None) -> list[Stage]:
+    """All of them, on a GPU, of what is in a folder; first what tells most.
 
-    The kernels are built first, with nothing of Python, and checked while the extension is built.
-    Processes share a GPU by turns, which makes many small calls slow: those have waves of their
-    own, and so have times (`speed`, `calls`, `ipc`, `steps`, `backend`); `graph` looks at how
-    much memory is free.
+    Without `architectures` all is built already. Else kernels are built first, with nothing of
+    Python, and checked while the extension is built. Processes share a GPU by turns, which makes
+    many small calls slow: those have waves of their own, and so have times (`speed`, `threads`,
+    `calls`, `ipc`, `steps`, `backend`); `graph` looks at how much memory is free.
     """
-    kernels, library = str(build / "bench/gpu_kernels"), str(plugin)
+    made = _of(build, architectures or "")
+    if architectures is not None:
+        return made
+    none = (*BUILDS, "C++ tests")  # whose programs are not carried
+    return [replace(each, needs=()) for each in made if each.name not in none]
+
+
+def _of(build: Path, architectures: str) -> list[Stage]:
+    kernels, library = str(build / "bench/gpu_kernels"), str(build / LIBRARY)
     jobs = str(build / "bench/libgpu_jobs.so")
     # Threads that are ranks have a queue each.
     queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -94,19 +103,21 @@ def stages(build: Path, plugin: Path, architectures: str) -> list[Stage]:
         Stage(CORE, python("gpu_build", "core", architectures), 70, 0),
         Stage("kernels", [kernels, library, "all"], 55, 1, needs=core),
         Stage(EXTENSION, python("gpu_build", "extension", architectures), 75, 1, needs=core),
-        Stage("speed", python("gpu_speed", library, jobs), 55, 2, needs=core),
-        Stage("calls", python("gpu_call_times"), 45, 3, needs=extension),
-        Stage("ipc", python("gpu_ipc"), 30, 4, needs=extension),
-        Stage("steps", python("gpu_step_times"), 30, 5, needs=extension),
-        Stage("loopback", python("gpu_loopback"), 30, 6, queues, extension),
-        Stage("graph", python("gpu_graph"), 20, 7, queues, extension),
-        Stage("ranks", python("gpu_ranks"), 45, 8, needs=extension),
-        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 8, needs=extension),
-        Stage("hook", python("gpu_ddp"), 30, 9, needs=extension),
-        Stage("long arrays", [kernels, library, "long"], 30, 9, needs=core),
-        Stage("backend", python("gpu_backend"), 20, 10, needs=extension),
-        Stage("memcheck", sanitize("memcheck"), 20, 11, needs=core),
-        Stage("racecheck", sanitize("racecheck"), 20, 11, needs=core),
+        Stage("speed", python("gpu_speed", library, jobs), 45, 2, needs=core),
+        Stage("threads", python("gpu_threads"), 20, 3, needs=extension),
+        Stage("calls", python("gpu_call_times"), 40, 4, needs=extension),
+        Stage("counters", python("gpu_counters", "count", library, jobs), 15, 5, needs=core),
+        Stage("steps", python("gpu_step_times"), 40, 6, needs=extension),
+        Stage("loopback", python("gpu_loopback"), 60, 7, queues, extension),
+        Stage("graph", python("gpu_graph"), 30, 8, queues, extension),
+        Stage("ipc", python("gpu_ipc"), 30, 9, needs=extension),
+        Stage("ranks", python("gpu_ranks"), 60, 10, needs=extension),
+        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 10, needs=extension),
+        Stage("hook", python("gpu_ddp"), 60, 11, needs=extension),
+        Stage("long arrays", [kernels, library, "long"], 30, 11, needs=core),
+        Stage("backend", python("gpu_backend"), 30, 12, needs=extension),
+        Stage("memcheck", sanitize("memcheck"), 20, 13, needs=core),
+        Stage("racecheck", sanitize("racecheck"), 20, 13, needs=core),
     ]
 
 

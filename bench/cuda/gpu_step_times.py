@@ -25,7 +25,7 @@ sys.path.append(str(gpu_arrays.TESTS))
 import torch_ranks
 
 CODECS = ("none", "fp16", "onebit")
-_RANKS, _TURNS, _STEPS = 2, 5, 10
+_RANKS, _TURNS, _STEPS = 2, 3, 2
 _WIDTH, _LAYERS, _BATCH = 2048, 6, 64  # 25 million parameters
 
 

@@ -84,6 +84,22 @@ inline Floats with_one_nan(Floats values) {
   return values;
 }
 
+// The bytes of up to four elements from `first` on, in the order of memory.
+template <typename T>
+std::string hex_of(const std::vector<T>& of, std::size_t first) {
+  std::string text;
+  for (std::size_t i = first; i < of.size() && i < first + 4; ++i) {
+    unsigned char bytes[sizeof(T)];
+    std::memcpy(bytes, &of[i], sizeof(T));
+    if (i > first) text += ' ';
+    for (const unsigned char each : bytes) {
+      constexpr char kDigits[] = "0123456789abcdef";
+      text += {kDigits[each >> 4], kDigits[each & 15]};
+    }
+  }
+  return text;
+}
+
 // Checks of one group, which are told as one line of JSON.
 class Row {
  public:
@@ -110,9 +126,16 @@ class Row {
     if (actual.size() != expected.size())
       return fail(what + ": " + std::to_string(actual.size()) + " instead of " +
                   std::to_string(expected.size()));
-    for (std::size_t i = 0; i < actual.size(); ++i)
-      if (std::memcmp(&actual[i], &expected[i], sizeof(T)) != 0)
-        return fail(what + ": differs at " + std::to_string(i));
+    const auto differs = [&](std::size_t i) {
+      return std::memcmp(&actual[i], &expected[i], sizeof(T)) != 0;
+    };
+    std::size_t first = 0, count = 0;
+    for (std::size_t i = actual.size(); i-- > 0;)
+      if (differs(i)) first = i, ++count;
+    if (count > 0)
+      fail(what + ": " + std::to_string(count) + " of " + std::to_string(actual.size()) +
+           " differ, from " + std::to_string(first) + " on: " + hex_of(actual, first) +
+           " instead of " + hex_of(expected, first));
   }
   void skip(const std::string& why) { skipped_ = why; }
   // The first one is kept.

@@ -3,6 +3,7 @@
 //   gpu_kernels LIBRARY small     few elements: for the simulated device, and compute-sanitizer
 //   gpu_kernels LIBRARY all       up to a million
 //   gpu_kernels LIBRARY long      beyond 2^32 bytes, and elements where memory allows it
+//   gpu_kernels LIBRARY all topk  codecs alone, and of these those whose names begin so
 #include "gpu_kernels.h"
 
 #include <exception>
@@ -41,7 +42,7 @@ void check_table(const Device& on) {
   });
 }
 
-int run(const char* library, std::string_view extent) {
+int run(const char* library, std::string_view extent, std::string_view codecs) {
   const codec::FloatEnvironment environment;
   const Device on(load_api(library));
   const bool small = extent == "small";
@@ -49,12 +50,13 @@ int run(const char* library, std::string_view extent) {
     check_long(on, guarded);
     return 0;
   }
-  check_table(on);
+  if (codecs.empty()) check_table(on);
   for (const std::string_view spec : codec_specs(small))
-    if (has(on.api, spec))
+    if (spec.starts_with(codecs) && has(on.api, spec))
       for (const std::size_t n : codec_lengths(spec, small))
         guarded("codec " + std::string(spec), "n=" + std::to_string(n),
                 [&](Row& row) { check_codec(on, spec, n, small, row); });
+  if (!codecs.empty()) return 0;
   check_payloads(on, small, guarded);
   check_elements(on, small, guarded);
   check_matrices(on, small, guarded);
@@ -66,8 +68,9 @@ int run(const char* library, std::string_view extent) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc == 3) return gradwire::cuda::run(argv[1], argv[2]);
-    std::fprintf(stderr, "gpu_kernels LIBRARY small|all|long\n");
+    if (argc == 3 || argc == 4)
+      return gradwire::cuda::run(argv[1], argv[2], argc == 4 ? argv[3] : "");
+    std::fprintf(stderr, "gpu_kernels LIBRARY small|all|long [CODECS]\n");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "gpu_kernels: %s\n", error.what());
   }
