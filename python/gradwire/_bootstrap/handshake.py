@@ -226,9 +226,10 @@ def server_handshake(
     noise = _noise(False, secret, hello)
     try:
         theirs = noise.read(first[_HELLO.size :])
+        answer = noise.write(side.pack())
     except TransportError:
-        raise _Refusal("it does not know the secret", _REFUSAL) from None
-    answer = noise.write(side.pack())
+        reason = "it does not know the secret, or sent no public key"
+        raise _Refusal(reason, _REFUSAL) from None
     try:
         cipher = agree(side, unpack_side(theirs))
     except Mismatch as error:

@@ -355,6 +355,17 @@ def test_a_changed_answer_is_refused(door: Door, byte: int) -> None:
     assert not door.admitted
 
 
+def test_a_public_key_with_which_all_agree_alike_ends_no_door(door: Door) -> None:
+    """Whoever knows the secret can send one, and where there is none everybody does."""
+    sealed = "1160a9624c592bf591a0921e65f83905be95b039a76c757511f322d6"  # what fits a key of zeros
+    with knock(door) as sock:
+        sock.sendall(HELLO.pack() + bytes(32) + bytes.fromhex(sealed))
+        assert handshake.receive(sock, 60, Deadline(10)) == bytes(60)
+        assert is_closed(sock)
+    join(door)
+    door.wait_for(lambda: len(door.admitted) == 1)
+
+
 def test_our_own_messages_sent_back_are_refused(door: Door) -> None:
     with knock(door) as sock:
         sock.sendall(record(door).first)

@@ -177,13 +177,17 @@ def test_on_one_host_no_stranger_takes_the_place_of_rank_0(torchs_store: str) ->
             rendezvous(place, timeout=30)
 
 
+# A question as everybody can make it, with a public key with which all agree on zeros.
+_WITHOUT_A_KEY = bytes(32) + bytes.fromhex("237bbe1893825a3aeed48c73629808dc")
+
+
 def test_an_answer_is_for_one_question() -> None:
     question, other = Question(), Question()
     answer = answer_to(question.message, b"a secret")
     with pytest.raises(ValueError, match="secret"):
         other.read(answer)
     assert question.read(answer) == b"a secret"
-    for foreign in (b"", bytes(48), question.message[:-1]):
+    for foreign in (b"", bytes(48), question.message[:-1], _WITHOUT_A_KEY):
         with pytest.raises(ValueError, match="it"):
             answer_to(foreign, b"a secret")
     with pytest.raises(RendezvousError, match="rank 0 has a GRADWIRE_SECRET"):

@@ -39,6 +39,6 @@ def answer_to(question: bytes, secret: bytes) -> bytes:
     noise = _core.Noise(False, _PROLOGUE, _NO_KEY)
     try:
         noise.read(question)
+        return bytes(noise.write(secret))
     except TransportError as error:
         raise ValueError(str(error)) from None
-    return bytes(noise.write(secret))
