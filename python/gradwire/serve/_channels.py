@@ -89,12 +89,13 @@ class Door:
     def __init__(
         self,
         job: Job,
+        service: int,
         transports: tuple[str, ...],
         interface: Choice,
         shards: Mapping[int, _core.ServeServer],
     ) -> None:
-        """Takes this process's shards by their numbers."""
-        self._job, self._shards = job, shards
+        """Takes `Directory.service_id`, and this process's shards by their numbers."""
+        self._job, self._service, self._shards = job, service, shards
         listeners, self.address = listen(transports, interface)
         self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
         self._stopped = False
@@ -116,7 +117,9 @@ class Door:
         self._authenticator.close()
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
-        if hello.purpose != Purpose.SERVE or hello.target not in self._shards:
+        if hello.purpose != Purpose.SERVE or hello.communicator != self._service:
+            raise HandshakeError("it wants something else than this service's shards")
+        if hello.target not in self._shards:
             raise HandshakeError(f"shard {hello.target} is not served here")
 
     def _run(self) -> None:
@@ -173,7 +176,7 @@ def connect(
         transport = _choose(found, transports, interface, where)
         try:
             plain = open_socket(found, transport, interface.interface, deadline)
-            hello = Hello(job.name, Purpose.SERVE, target=shard)
+            hello = Hello(job.name, Purpose.SERVE, directory.service_id, target=shard)
             with plain, client_handshake(plain, hello, job.secret, deadline) as sock:
                 sock.sendall(client(transport).pack())
                 fail_with_host(sock, always_read=True)

@@ -59,9 +59,20 @@ class Coordinator:
     """
 
     def __init__(
-        self, job: Job, interface: Choice, *, portions: int, push_every: int, backups: bool
+        self,
+        job: Job,
+        service: int,
+        interface: Choice,
+        *,
+        portions: int,
+        push_every: int,
+        backups: bool,
     ) -> None:
-        """`portions` is the number of portions that replicas must be able to compute."""
+        """`portions` is the number of portions that replicas must be able to compute.
+
+        `service` is the service's number (`Directory.service_id`).
+        """
+        self._service = service
         transports = DEFAULTS if interface.interface.loopback else ("tcp",)
         listeners, self.address = listen(transports, interface)
         self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
@@ -129,8 +140,8 @@ class Coordinator:
         self._button.send(b"\0")
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
-        if hello.purpose != Purpose.COORDINATE:
-            raise HandshakeError("only replicas' portions are given out here")
+        if hello.purpose != Purpose.COORDINATE or hello.communicator != self._service:
+            raise HandshakeError("only portions for this service's replicas are given out here")
 
     def _run(self) -> None:
         try:

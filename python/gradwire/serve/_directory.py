@@ -92,6 +92,11 @@ class Directory:
         self._prefix = f"gradwire/{service.job}/serve/{service.name}"
         self._store = StoreClient(address, service.job, known, deadline)
 
+    @property
+    def service_id(self) -> int:
+        """32 bits that tell the services of a job apart; handshakes have them."""
+        return int.from_bytes(hashlib.sha256(self._service.name.encode()).digest()[:4], "little")
+
     def publish_secret(self) -> Job:
         """The job with its secret, which the first process makes where the user gave none."""
         key = f"{self._prefix}/secret"

@@ -194,6 +194,7 @@ class Sandblaster:
             with self._directory(deadline) as directory:
                 coordinator = Coordinator(
                     directory.job(deadline),
+                    directory.service_id,
                     directory.interface(),
                     portions=self._number,
                     push_every=self._push_every,

@@ -61,7 +61,7 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
             interface = directory.interface().interface
             sock = open_socket(found, "tcp", interface, deadline)
             try:
-                hello = Hello(job.name, Purpose.COORDINATE)
+                hello = Hello(job.name, Purpose.COORDINATE, directory.service_id)
                 sock = client_handshake(sock, hello, job.secret, deadline)
                 fail_with_host(sock, always_read=True)
             except BaseException:

@@ -87,7 +87,8 @@ class Server:
                 undo.callback(core.stop)
             job = directory.publish_secret()
             offered = choose_transports(transports)
-            self._door = door = Door(job, offered, directory.interface(), self._cores)
+            where = directory.service_id, offered, directory.interface()
+            self._door = door = Door(job, *where, self._cores)
             undo.callback(door.close)
             self._publish(directory)  # first, so that who has come in finds this start's history
             door.open()

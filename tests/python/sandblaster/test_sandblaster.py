@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire import InvalidArgument, Timeout, TransportError, serve
+from gradwire import InvalidArgument, RendezvousError, Timeout, TransportError, serve
 from gradwire._base.deadline import Deadline
 from gradwire.serve import _directory, _replica
 from gradwire.serve._sandblaster.messages import LENGTH, MAX_BYTES, OF_REPLICAS, Reader, pack
@@ -380,6 +380,20 @@ def test_hostile_peers_end_alone(team: Team) -> None:
                 while sock.recv(1 << 16):
                     pass
             assert lead.step().iteration > 1
+
+
+def test_a_coordinator_takes_its_own_services_replicas_alone(team: Team) -> None:
+    lead = team.lead()
+    team.replica()
+    lead.step()
+    limit = Deadline(30)
+    one, other = (_directory.service(name, team.store, None) for name in ("parameters", "other"))
+    with _directory.opened(one, limit) as found, _directory.opened(other, limit) as stale:
+        job = found.job(limit)
+        stale.publish_coordinator(found.find_coordinator(limit))
+        _replica.connect(found, job, limit)[0].close()
+        with pytest.raises(RendezvousError, match="could not reach the coordinator"):
+            _replica.connect(stale, job, Deadline(0.5))
 
 
 @pytest.mark.parametrize(

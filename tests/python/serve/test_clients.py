@@ -81,6 +81,22 @@ def test_who_fails_with_the_initial_values_lets_the_next_one_be_first(server: se
     assert order == ["failed", "next", "last"]
 
 
+def test_a_shard_admits_its_own_services_clients_alone(server: serve.Server) -> None:
+    """One of another service may know an address that was its own server's before."""
+    limit = Deadline(30)
+    one, other = (_directory.service(name, server.store, None) for name in ("parameters", "other"))
+
+    def introduce(transport: str) -> _channels.Introduction:
+        return _channels.Introduction(1, "a client", transport)
+
+    with _directory.opened(one, limit) as found, _directory.opened(other, limit) as stale:
+        job, shard = found.job(limit), found.find(0, limit)
+        stale.publish(0, 2, shard.address, shard.history)
+        _channels.connect(found, job, 0, introduce, ("shm",), limit)
+        with pytest.raises(gradwire.RendezvousError, match="could not reach shard 0"):
+            _channels.connect(stale, job, 0, introduce, ("shm",), Deadline(0.5))
+
+
 def test_clients_of_one_rank_are_told_apart(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
