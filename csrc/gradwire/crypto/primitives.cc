@@ -25,8 +25,12 @@ void require(bool done, const char* what) {
   throw Error(std::string("libcrypto failed: ") + what);
 }
 
+// Never moves what it has: that would leave a copy of keys in memory which nobody wipes.
 std::vector<std::byte> joined(std::initializer_list<ConstBytes> parts) {
+  std::size_t bytes = 0;
+  for (const ConstBytes part : parts) bytes += part.size();
   std::vector<std::byte> all;
+  all.reserve(bytes);
   for (const ConstBytes part : parts) all.insert(all.end(), part.begin(), part.end());
   return all;
 }
