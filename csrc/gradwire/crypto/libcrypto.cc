@@ -74,7 +74,6 @@ Libcrypto load() {
   find(handle, found.digest, "EVP_Digest");
   find(handle, found.hmac, "HMAC");
   find(handle, found.random, "RAND_bytes");
-  find(handle, found.cleanse, "OPENSSL_cleanse");
   find(handle, found.clear_errors, "ERR_clear_error");
   const char* (*version)(int) = nullptr;
   find(handle, version, "OpenSSL_version");

@@ -47,7 +47,6 @@ struct Libcrypto {
   int (*derive)(PublicKeyContext*, unsigned char* out, std::size_t* bytes);
 
   int (*random)(unsigned char* out, int bytes);
-  void (*cleanse)(void* memory, std::size_t bytes);
   void (*clear_errors)();
 };
 

@@ -81,7 +81,7 @@ Key hmac_sha256(ConstBytes key, std::initializer_list<ConstBytes> parts) {
   const bool done =
       library.hmac(library.sha256(), key.data(), static_cast<int>(key.size()), raw(ConstBytes(all)),
                    all.size(), raw(out.data()), nullptr) != nullptr;
-  library.cleanse(all.data(), all.size());
+  wipe(all);
   require(done, "HMAC");
   return out;
 }

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "gradwire/base/types.h"
+#include "gradwire/crypto/libcrypto.h"
 #include "gradwire/crypto/secret.h"
 
 namespace gradwire::crypto {
