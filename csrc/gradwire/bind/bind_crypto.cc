@@ -70,13 +70,6 @@ void bind_crypto(py::module_& m) {
            })
       .def("opened", &opened)
       .def_property_readonly("missing", &Seal::missing);
-  py::class_<KeyPair>(m, "KeyPair")
-      .def(py::init<>())
-      .def_property_readonly("public",
-                             [](const KeyPair& self) { return to_python(self.public_key()); })
-      .def("agree", [](const KeyPair& self, const py::bytes& other) {
-        return to_python(self.agree(view(other)).bytes());
-      });
   bind_noise(m);
   m.attr("NOISE_OVERHEAD") = Noise::kOverhead;
   m.def("has_aes", &has_aes);
