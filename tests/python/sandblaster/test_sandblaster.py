@@ -20,6 +20,7 @@ from gradwire._base.deadline import Deadline
 from gradwire.serve import _directory, _replica
 from gradwire.serve._sandblaster.messages import LENGTH, MAX_BYTES, OF_REPLICAS, Reader, pack
 from gradwire.serve._vectors import Absmax, Abssum, Dots
+from ranks import eventually
 from sandblaster_team import EACH, PORTIONS, Replica, Team, blocks
 from test_lbfgs import Torch, network
 
@@ -110,10 +111,12 @@ def test_an_end_after_an_error_is_one_for_replicas(team: Team) -> None:
     assert isinstance(first.error, TransportError)
     assert "has ended with an error: KeyError: 'odd'" in str(first.error)
 
+    other = team.lead()
+
     def failing(*_: Any) -> tuple[float, Any]:
+        eventually(lambda: len(other._lead._coordinator._peers) == 2)  # the other one is in, too
         raise ValueError("no such sample")
 
-    other = team.lead()
     team.replica(function=failing, replica="odd")
     patient = team.replica()
     with pytest.raises(InvalidArgument, match="no such sample"):
