@@ -40,6 +40,8 @@ CTEST := ctest --output-on-failure --no-tests=error -j $(JOBS) --test-dir
 # Modules are compiled when they are first imported: most of torch's never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where it is set, as in many containers, each process would compile all of torch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BUILT := build/release/.built
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csrc/gradwire/*/*/*)
