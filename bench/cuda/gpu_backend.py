@@ -157,7 +157,7 @@ def streams() -> Checks:
     """The host does not wait for a call in the background, and futures order streams."""
     x = torch.ones(1 << 20, device="cuda")
     first: Any = dist.all_reduce(x, async_op=True)
-    first.get_future().wait()  # the process's first future makes torch's streams, and waits for that
+    first.get_future().wait()  # the first one makes torch's streams, and waits for that
     with _busy() as busy:
         work: Any = dist.all_reduce(x, async_op=True)
         future = work.get_future()

@@ -44,7 +44,13 @@ def main() -> int:
             row.skip("there is no ncu")
             return 0
         command = [ncu, "--clock-control", "none", "--kernel-name", _KERNELS, "--csv"]
-        command += ["--metrics", ",".join(_METRICS), sys.executable, "-m", "bench.cuda.gpu_counters"]
+        command += [
+            "--metrics",
+            ",".join(_METRICS),
+            sys.executable,
+            "-m",
+            "bench.cuda.gpu_counters",
+        ]
         done = subprocess.run([*command, "run", plugin, jobs], capture_output=True, text=True)
         found = dict(_counted(done.stdout))
         if not found:

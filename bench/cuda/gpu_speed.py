@@ -3,7 +3,8 @@
 A stage of bench/gpu.py, on a GPU alone. Of each size and job, the copy, the kernel and torch take
 turns; the figures are medians of turns. A turn is a graph of as many repetitions as take some
 milliseconds, on one set of arrays after the other, so that none is in the cache when its turn
-comes. A copy is the driver's or a kernel's, whichever is faster. torch's operations that wait for the GPU are repeated without a graph.
+comes. A copy is the driver's or a kernel's, whichever is faster. torch's operations that wait for
+the GPU are repeated without a graph.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ class Jobs:
         self._plugin = plugin.encode()
 
     def turn(self, name: str, n: int, sets: int) -> _Turn:
+        """Of one job, on so many sets of arrays."""
         made = self.library.gpu_job_make(self._plugin, name.encode(), n, sets)
         self.check(made)
         return _Turn(_Made(self, made), sets)
@@ -179,6 +181,7 @@ class Jobs:
         self.library.gpu_job_free(made)
 
     def check(self, well: object) -> None:
+        """Raises what the library says last, unless all is well."""
         if not well:
             raise RuntimeError(self.library.gpu_job_error().decode())
 

@@ -97,9 +97,7 @@ def _turn(
     comm.barrier()
     begun = time.perf_counter()
     for _ in range(_CALLS):
-        comm.all_reduce(
-            x, op="avg", algorithm=call.algorithm, codec=call.codec, feedback=False
-        )
+        comm.all_reduce(x, op="avg", algorithm=call.algorithm, codec=call.codec, feedback=False)
     returned = time.perf_counter()
     place.wait()
     return (returned - begun) / _CALLS, (time.perf_counter() - begun) / _CALLS

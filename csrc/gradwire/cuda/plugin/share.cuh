@@ -22,7 +22,8 @@ template <typename T, unsigned kWide>
 __device__ void store_at_once(T* to, const Neighbours<T, kWide>& few) {
 #ifndef GRADWIRE_SIMULATED_CUDA
   constexpr std::size_t kBytes = sizeof(few);
-  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+  using Word =
+      std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
   if constexpr (kWide > 1 && kBytes == sizeof(Word)) {
     Word word;
     memcpy(&word, &few, kBytes);
