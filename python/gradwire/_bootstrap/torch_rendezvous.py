@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
@@ -152,6 +153,7 @@ class _Meeting:
         return await_rank(peer, self._launch, self._deadline, get)
 
 
+@cache  # a job's groups, one by one, have nothing new to say
 def warn_of_no_secret(carrier: str) -> None:
     """Logs on rank 0 what ranks on several hosts are open to without a secret, and the remedy."""
     _log.warning(
