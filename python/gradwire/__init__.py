@@ -156,7 +156,8 @@ def join(
     every operation.
 
     Raises RendezvousError when nobody has let it in by then, or, two seconds later, when rank 0 has
-    closed its communicator, so that the job is over, unless others go on; and InvalidArgument.
+    closed its communicator, so that the job is over, unless others go on; twelve seconds later
+    where the store alone says so; and InvalidArgument.
     """
     _environment.check()
     launch = _launch_info.from_environment()

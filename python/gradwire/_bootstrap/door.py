@@ -45,7 +45,7 @@ from gradwire._bootstrap.waiting_room import Guest, Quiet, WaitingRoom
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 
 _STORE_SECONDS = 5.0  # in which a store answers
-_RENEW_SECONDS = 10.0  # after which the sign is written again
+RENEW_SECONDS = 10.0  # after which the sign is written again
 _PAUSE_SECONDS = 0.5  # between two looks at the limits of pending handshakes
 _CLOSE_SECONDS = 2.0  # that closing waits for the thread, which may wait for a store
 
@@ -161,7 +161,7 @@ class Door:
             _log.warning("rank %d: %s", self._mesh.rank, self.trouble)
         with self._lock:
             if self._renew is due:  # nothing has changed meanwhile
-                self._renew = Deadline(_RENEW_SECONDS)
+                self._renew = Deadline(RENEW_SECONDS)
 
     def _write_sign(self, store: str | None) -> None:
         if store is None:

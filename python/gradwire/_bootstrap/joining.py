@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh, open_socket
-from gradwire._bootstrap.door import Reader, reader_of
+from gradwire._bootstrap.door import RENEW_SECONDS, Reader, reader_of
 from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.host_info import host_identity
@@ -49,6 +49,9 @@ _SILENCE_SECONDS = 10.0  # of a sponsor that connects, beyond the time for conne
 _CONNECT_SECONDS = 5.0  # for one attempt to reach the door
 _ANSWER_SECONDS = 2.0  # in which a store answers: members wait for a guest no longer than 5 s
 _OVER_SECONDS = 2.0  # in which members that go on after rank 0 has left open another door
+# The same where the store alone says that rank 0 has left. An earlier start may have left that
+# there, or somebody who has kept it writes it again: an open door's next sign comes in this time.
+_STORED_OVER_SECONDS = RENEW_SECONDS + _ANSWER_SECONDS
 _LOOK_SECONDS = 0.2  # between two looks for that one
 
 _log = logging.getLogger("gradwire")
@@ -67,6 +70,10 @@ class _LeftOut(Exception):
 
 class _Over(Exception):
     """Raised when rank 0 has closed its communicator."""
+
+    def __init__(self, seconds: float) -> None:
+        """Takes the time in which word may come of members that go on."""
+        self.seconds = seconds
 
 
 class _Invited(Exception):
@@ -96,7 +103,7 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
     while True:
         guest: _Guest[_Made] | None = None
         try:
-            limit = over or deadline
+            limit = deadline if over is None else deadline.within(over.remaining)
             with reader_of(asking.store, asking.job, asking.secret, limit, _ANSWER_SECONDS) as read:
                 sign = _read_sign(asking, read, limit)
                 over = None
@@ -106,8 +113,8 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
                     return guest.run()
         except TimeoutError:
             pass
-        except _Over:
-            over = over or Deadline(_OVER_SECONDS)
+        except _Over as end:
+            over = over or Deadline(end.seconds)
             reason = "its ranks have ended"
         except _LeftOut as error:
             reason = str(error)
@@ -141,7 +148,7 @@ def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
     except RendezvousError as error:  # such as that of the rendezvous at the same address
         raise _LeftOut(f"its store closed: {error}") from None
     if sign.over:
-        raise _Over
+        raise _Over(_STORED_OVER_SECONDS)
     return sign
 
 
@@ -337,7 +344,7 @@ class _Guest(Generic[_Made]):
             raise _LeftOut("the members went on without it, or the rank that knew of it ended")
         _, kind, view, payload = event
         if kind is MessageKind.OVER:
-            raise _Over
+            raise _Over(_OVER_SECONDS)
         if kind is MessageKind.INVITE:
             try:
                 self._invited = view, unpack_invitation(payload)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import gradwire
 import pytest
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
+from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import door, joining
+from gradwire._bootstrap.sign import key_of, unpack_sign
+from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._errors import JobOver
 from ranks import LIMIT, eventually, reserved_store
 
@@ -57,8 +62,9 @@ def test_who_waits_where_rank_0_serves_the_store_is_told() -> None:
                 each.value()
 
 
-def test_who_comes_after_the_end_is_told() -> None:
+def test_who_comes_after_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's store is still there; the members have ended their programs."""
+    monkeypatch.setattr(joining, "_STORED_OVER_SECONDS", 0.5)
 
     def body(comm: Communicator) -> None:
         with comm:
@@ -71,6 +77,29 @@ def test_who_comes_after_the_end_is_told() -> None:
         error = job.join(lambda comm: None).outcome().error
     assert isinstance(error, gradwire.RendezvousError)
     assert NOBODY in str(error)
+
+
+def test_the_end_that_an_earlier_start_has_left_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody has kept it, and writes it over the door's sign; the door writes its own again."""
+    assert joining._STORED_OVER_SECONDS > door.RENEW_SECONDS
+    monkeypatch.setattr(door, "RENEW_SECONDS", 4.0)  # more than what the door's own word takes
+
+    def body(comm: Communicator) -> Any:
+        comm, state = train(comm, has(3))
+        with comm:
+            return state
+
+    with elastic_job() as job:
+        members = job.start(2, body)
+        known, key = SECRET.encode(), key_of(job.name)
+        stranger = StoreClient(parse_address(job.store), job.name, known, Deadline(LIMIT))
+        with contextlib.closing(stranger):
+            sign = unpack_sign(stranger.get(key, LIMIT), job.name, known)
+            stranger.set(key, replace(sign, epoch=sign.epoch ^ 1, over=True).pack())
+        guest = job.join(body, timeout=LIMIT)
+        assert len({each.value() for each in (guest, *members)}) == 1
 
 
 def test_who_waits_is_let_in_by_those_that_go_on_without_rank_0() -> None:

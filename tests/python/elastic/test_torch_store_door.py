@@ -13,6 +13,7 @@ from agent import agent, agents_store
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import joining
 from gradwire._bootstrap.door import reader_of
 from gradwire._errors import JobOver, RendezvousError
 from ranks import LIMIT, eventually, state_of
@@ -22,8 +23,9 @@ KNOWN = SECRET.encode()
 pytest.importorskip("torch.distributed")
 
 
-def test_a_process_joins_by_torchs_store() -> None:
+def test_a_process_joins_by_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns there where the door is, and that the job is over."""
+    monkeypatch.setattr(joining, "_STORED_OVER_SECONDS", 0.5)
 
     def body(comm: Communicator) -> Any:
         comm, state = train(comm, has(3))

@@ -243,7 +243,7 @@ def test_who_joins_by_torchs_store_needs_the_secret(torchs_store: str) -> None:
 def test_a_forged_sign_is_replaced_and_nobody_follows_it(
     monkeypatch: pytest.MonkeyPatch, torchs_store: str
 ) -> None:
-    monkeypatch.setattr(door, "_RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(door, "RENEW_SECONDS", 0.2)
     port = int(torchs_store.rpartition(":")[2])
 
     def member(rank: int) -> Any:
