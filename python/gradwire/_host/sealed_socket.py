@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradwire import _core
 from gradwire._errors import TransportError
@@ -17,6 +18,15 @@ _MUCH = 1 << 16
 
 
 class SealedSocket(socket.socket):
+def _none(name: str) -> Callable[..., NoReturn]:
+    """The method of this name, which a SealedSocket has not: its bytes would be plain ones."""
+
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"a sealed socket has no {name}(): it has recv(), send() and sendall()")
+
+    return method
+
+
     """A connected socket that seals what it sends; takes over the descriptor of `sock`.
 
     Whoever sends without blocking must keep what send() did not take, and send it next, as with any
@@ -88,3 +98,10 @@ def take_over(descriptor: int, seal: _core.Seal | None) -> socket.socket:
     """The socket that the core has had."""
     sock = socket.socket(fileno=descriptor)
     return sock if seal is None else SealedSocket(sock, seal)
+for _name in (
+    *("recv_into", "recvfrom", "recvfrom_into", "recvmsg", "recvmsg_into"),
+    *("sendfile", "sendmsg", "sendmsg_afalg", "sendto", "dup", "makefile"),
+):
+    setattr(SealedSocket, _name, _none(_name))
+
+
