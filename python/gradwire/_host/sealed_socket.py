@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradwire import _core
+from gradwire._base.deadline import Deadline
 from gradwire._errors import TransportError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ _PARTIAL = _RECORD + 64  # bytes of an incomplete record at most
 _MUCH = 1 << 16
 
 
-class SealedSocket(socket.socket):
 def _none(name: str) -> Callable[..., NoReturn]:
     """The method of this name, which a SealedSocket has not: its bytes would be plain ones."""
 
@@ -27,6 +27,7 @@ def _none(name: str) -> Callable[..., NoReturn]:
     return method
 
 
+class SealedSocket(socket.socket):
     """A connected socket that seals what it sends; takes over the descriptor of `sock`.
 
     Whoever sends without blocking must keep what send() did not take, and send it next, as with any
@@ -47,20 +48,38 @@ def _none(name: str) -> Callable[..., NoReturn]:
         """Receives up to `bufsize` bytes; those of a MSG_PEEK are the sealed ones."""
         if flags & socket.MSG_PEEK:
             return super().recv(bufsize, flags)
-        while not self._opened:
-            # No more than asked for: what follows may be for another reader.
-            most = bufsize - _PARTIAL if bufsize >= _MUCH else self.seal.missing
-            sealed = super().recv(most, flags)
-            if not sealed:
-                return b""
-            try:
-                self._opened = self.seal.opened(sealed)
-            except TransportError as error:
-                raise ConnectionAbortedError(str(error)) from None
-            if not self._opened and self.gettimeout() == 0:
-                raise BlockingIOError
+        if not self._opened:
+            self._fill(bufsize, flags)
         part, self._opened = self._opened[:bufsize], self._opened[bufsize:]
         return part
+
+    def _fill(self, bufsize: int, flags: int) -> None:
+        """Receives until a record is whole, or to the end; one timeout is for all pieces."""
+        timeout = self.gettimeout()
+        limit = Deadline(timeout or 0.0)
+        try:
+            while self._receive(bufsize, flags) and not self._opened:
+                if timeout is None:
+                    continue
+                if limit.passed:
+                    raise TimeoutError("timed out") if timeout else BlockingIOError
+                self.settimeout(limit.left)
+        finally:
+            if self.gettimeout() != timeout:
+                self.settimeout(timeout)
+
+    def _receive(self, bufsize: int, flags: int) -> bool:
+        """Receives a piece, and opens the records that are whole; returns False at the end."""
+        # No more than asked for: what follows may be for another reader.
+        most = bufsize - _PARTIAL if bufsize >= _MUCH else self.seal.missing
+        sealed = super().recv(most, flags)
+        if not sealed:
+            return False
+        try:
+            self._opened = self.seal.opened(sealed)
+        except TransportError as error:
+            raise ConnectionAbortedError(str(error)) from None
+        return True
 
     def sendall(self, data: Buffer, flags: int = 0, /) -> None:
         """Sends all of it."""
@@ -88,6 +107,13 @@ def _none(name: str) -> Callable[..., NoReturn]:
         return True
 
 
+for _name in (
+    *("recv_into", "recvfrom", "recvfrom_into", "recvmsg", "recvmsg_into"),
+    *("sendfile", "sendmsg", "sendmsg_afalg", "sendto", "dup", "makefile"),
+):
+    setattr(SealedSocket, _name, _none(_name))
+
+
 def hand_over(sock: socket.socket) -> tuple[int, _core.Seal | None]:
     """Detaches the descriptor for the core; returns it, and what seals its bytes."""
     seal = sock.seal if isinstance(sock, SealedSocket) else None
@@ -98,10 +124,3 @@ def take_over(descriptor: int, seal: _core.Seal | None) -> socket.socket:
     """The socket that the core has had."""
     sock = socket.socket(fileno=descriptor)
     return sock if seal is None else SealedSocket(sock, seal)
-for _name in (
-    *("recv_into", "recvfrom", "recvfrom_into", "recvmsg", "recvmsg_into"),
-    *("sendfile", "sendmsg", "sendmsg_afalg", "sendto", "dup", "makefile"),
-):
-    setattr(SealedSocket, _name, _none(_name))
-
-
