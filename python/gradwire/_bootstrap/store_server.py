@@ -41,6 +41,8 @@ from gradwire._errors import RendezvousError, describe
 
 _ENTRY_BYTES = 128  # that a key costs beside its text and its value
 _COUNTER = 8  # bytes
+_LOCK_SECONDS = 5.0  # for the lock of a folder, which another server holds for milliseconds
+_PAUSE_SECONDS = 0.02  # between two attempts to get it
 
 
 class _Client:
@@ -301,9 +303,11 @@ def _listen(addresses: Sequence[Address]) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
+        remedy = "name rank 0's own host and a port that is free there"
+        if addresses[0].local:
+            remedy = "give another name, or a path in a folder of this user's own"
         raise RendezvousError(
-            f"rank 0 cannot host the store at {addresses[0]} ({error}): "
-            "name rank 0's own host and a port that is free there"
+            f"rank 0 cannot host the store at {addresses[0]} ({error}): {remedy}"
         ) from error
     return listeners
 
@@ -329,12 +333,26 @@ def _without_leftover(family: socket.AddressFamily, target: Any) -> Iterator[Non
         return
     folder = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(folder, os.path.dirname(target))
         if _is_leftover(target):
             os.unlink(target)
         yield
     finally:
         os.close(folder)
+
+
+def _lock(folder: int, name: str) -> None:
+    """Locks a folder; raises TimeoutError, since whoever can open it may hold the lock for ever."""
+    deadline, pause = Deadline(_LOCK_SECONDS), threading.Event()
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if deadline.passed:
+                raise TimeoutError(
+                    f"another process has locked the folder {name} for {deadline.seconds:g} s"
+                ) from None
+        pause.wait(_PAUSE_SECONDS)
 
 
 def _is_leftover(path: str) -> bool:

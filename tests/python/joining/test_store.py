@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import secrets
@@ -430,6 +431,48 @@ def test_a_forked_child_does_not_remove_the_socket_of_a_store(tmp_path: Path) ->
             os._exit(0)
         os.waitpid(child, 0)
         assert path.exists()
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """A folder that somebody has locked, as whoever can read it may; gives the descriptor."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_who_locks_the_folder_of_a_store_does_not_hang_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(store_server, "_LOCK_SECONDS", 0.1)
+    path = tmp_path / "store"
+    with locked(tmp_path), pytest.raises(RendezvousError) as raised:
+        StoreServer(Address("unix", str(path)), "job", SECRET)
+    assert f"another process has locked the folder {tmp_path} for 0.1 s" in str(raised.value)
+    assert "a folder of this user's own" in str(raised.value)
+    assert not path.exists()
+
+
+def test_a_store_waits_for_another_that_starts_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flock, refusals = fcntl.flock, []
+
+    def lock(descriptor: int, operation: int) -> None:
+        try:
+            flock(descriptor, operation)
+        except BlockingIOError as error:
+            refusals.append(error)
+            flock(other, fcntl.LOCK_UN)
+            raise
+
+    with locked(tmp_path) as other:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        with StoreServer(Address("unix", str(tmp_path / "store")), "job", SECRET):
+            assert len(refusals) == 1
+
 
 
 def test_a_store_at_a_path_that_is_gone_is_lost_at_once(tmp_path: Path) -> None:
