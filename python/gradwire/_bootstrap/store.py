@@ -248,10 +248,11 @@ class StoreClient:
         try:
             self._sock.sendall(request)
             return receive_answer(self._sock, deadline)
-        except OSError:
-            raise
-        except BaseException:  # such as Ctrl-C; if it closed, this rank would count as ended
-            self._interrupted.append(self._sock)
+        except BaseException as error:
+            # After Ctrl-C or a timeout the answer may still come, to no later request. The socket
+            # stays open: if it closed, this rank would count as ended.
+            if isinstance(error, TimeoutError) or not isinstance(error, OSError):
+                self._interrupted.append(self._sock)
             raise
 
 

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap import store as stores
 from gradwire._bootstrap import store_server
 from gradwire._bootstrap.store import (
     MAX_KEY,
@@ -107,6 +109,27 @@ def test_a_request_that_is_interrupted_leaves_no_answer_to_the_next_one(
     assert client.get("k", 0) == b"v"
     with pytest.raises(TimeoutError):  # its first connection is open
         client.get("ended", 0)
+
+
+def test_an_answer_that_comes_too_late_is_none_to_the_next_request(
+    server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.set("late", b"late")
+    client.set("k", b"v")
+    goes_on, execute = threading.Event(), StoreServer._execute
+
+    def hold(*arguments: Any) -> None:
+        goes_on.wait(LIMIT)
+        execute(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreServer, "_execute", hold)
+        patch.setattr(client, "_margin", 0.01)
+        with pytest.raises(RendezvousError, match="lost the store"):
+            client.get("late", 0)
+    monkeypatch.setattr(stores, "_RECONNECT", LIMIT)
+    goes_on.set()
+    assert client.get("k", 0) == b"v"
 
 
 def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClient) -> None:
@@ -409,29 +432,6 @@ def test_a_store_at_a_path_replaces_what_a_killed_one_has_left(tmp_path: Path) -
     assert not path.exists()
 
 
-def test_a_store_at_a_path_leaves_what_lives_there(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    address = Address("unix", str(path))
-    with StoreServer(address, "job", SECRET):
-        with pytest.raises(RendezvousError, match="cannot host the store"):
-            StoreServer(address, "job", SECRET)
-        StoreClient(address, "job", SECRET, Deadline(LIMIT)).close()
-    path.write_text("a file of somebody's")
-    with pytest.raises(RendezvousError, match="cannot host the store"):
-        StoreServer(address, "job", SECRET)
-    assert path.read_text() == "a file of somebody's"
-
-
-def test_a_forked_child_does_not_remove_the_socket_of_a_store(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with StoreServer(Address("unix", str(path)), "job", SECRET) as server:
-        child = os.fork()
-        if child == 0:
-            server.release_after_fork()
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert path.exists()
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
     """A folder that somebody has locked, as whoever can read it may; gives the descriptor."""
@@ -473,6 +473,29 @@ def test_a_store_waits_for_another_that_starts_in_its_folder(
         with StoreServer(Address("unix", str(tmp_path / "store")), "job", SECRET):
             assert len(refusals) == 1
 
+
+def test_a_store_at_a_path_leaves_what_lives_there(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    address = Address("unix", str(path))
+    with StoreServer(address, "job", SECRET):
+        with pytest.raises(RendezvousError, match="cannot host the store"):
+            StoreServer(address, "job", SECRET)
+        StoreClient(address, "job", SECRET, Deadline(LIMIT)).close()
+    path.write_text("a file of somebody's")
+    with pytest.raises(RendezvousError, match="cannot host the store"):
+        StoreServer(address, "job", SECRET)
+    assert path.read_text() == "a file of somebody's"
+
+
+def test_a_forked_child_does_not_remove_the_socket_of_a_store(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with StoreServer(Address("unix", str(path)), "job", SECRET) as server:
+        child = os.fork()
+        if child == 0:
+            server.release_after_fork()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert path.exists()
 
 
 def test_a_store_at_a_path_that_is_gone_is_lost_at_once(tmp_path: Path) -> None:
