@@ -26,6 +26,7 @@ ANSWER_BYTES = ANSWER_OVERHEAD + SECRET_BYTES
 
 _REPORT_SECONDS = 2.0  # that the others have to read why the host of the store gives up
 _NOWHERE = "-"
+_MOST_REASON = 2000  # characters of one
 _GIVEN, _NOT_GIVEN = "secret", "-"
 
 
@@ -106,8 +107,8 @@ class Place(NamedTuple):
 def unpack_place(data: bytes) -> Place:
     """Decodes `Endpoint.where`; raises RendezvousError, with rank 0's reason if it gave up."""
     where, _, rest = data.decode(errors="replace").partition(" ")
-    if where == _NOWHERE:
-        raise RendezvousError(rest)
+    if where == _NOWHERE:  # whoever writes into torch's store may have written the reason
+        raise RendezvousError(rest[:_MOST_REASON].encode("unicode_escape").decode())
     try:
         if rest not in (_GIVEN, _NOT_GIVEN):
             raise ValueError

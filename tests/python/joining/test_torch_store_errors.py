@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gradwire import RendezvousError
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.advertised_store import pack_failure, unpack_place
 from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._errors import first_line
 from ranks import LIMIT
@@ -88,3 +89,16 @@ def test_the_first_line(text: str, line: str, caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.DEBUG, "gradwire")
     assert first_line(RuntimeError(text)) == line
     assert ("frame #0: c" in caplog.text) == ("frame" in text)  # the rest, for who looks for it
+
+
+def test_what_stands_in_the_place_of_rank_0s_reason_is_a_short_line() -> None:
+    """Whoever reaches torch's store may have written it."""
+    with pytest.raises(RendezvousError, match=r"^rank 0 gave up: no room$"):
+        unpack_place(pack_failure("no room"))
+    forged = b"- \x1b[2Jall is well\nRendezvousError: \xff" + bytes(1 << 20)
+    with pytest.raises(RendezvousError) as raised:
+        unpack_place(forged)
+    text = str(raised.value)
+    assert text.startswith(r"\x1b[2Jall is well\nRendezvousError: \ufffd\x00")
+    assert text.isprintable()
+    assert len(text) < 10_000
