@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,18 +26,19 @@ SECRET_BYTES = 32  # of one that rank 0 makes
 ANSWER_BYTES = ANSWER_OVERHEAD + SECRET_BYTES
 
 _REPORT_SECONDS = 2.0  # that the others have to read why the host of the store gives up
-_NOWHERE = "-"
 _MOST_REASON = 2000  # characters of one
+_NOWHERE = "-"
 _GIVEN, _NOT_GIVEN = "secret", "-"
 
 
-class Endpoint(NamedTuple):
+@dataclass(frozen=True)
+class Endpoint:
     """Rank 0's store, as a rank knows it."""
 
     address: Address
-    secret: bytes  # that its clients must know
+    secret: bytes = field(repr=False)  # that its clients must know
     given: bool  # by the user, to all ranks
-    job_secret: bytes | None  # None: ranks are to agree on it in the store
+    job_secret: bytes | None = field(repr=False)  # None: ranks are to agree on it in the store
 
     @property
     def where(self) -> str:
@@ -74,7 +76,7 @@ def advertised_store(
             server = stack.enter_context(
                 serve_until_reported(StoreServer(at, job, endpoint.secret))
             )
-            endpoint = endpoint._replace(address=server.address)
+            endpoint = replace(endpoint, address=server.address)
             advertise(endpoint)
         else:
             endpoint = find()

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base import environment
@@ -87,7 +87,7 @@ class Asking:
     job: str
     number: int  # in the job; -1: none
     store: str
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
     transports: tuple[str, ...]
 
 

@@ -8,8 +8,9 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
@@ -105,11 +106,12 @@ def _secret_alone(launch: LaunchInfo, secret: bytes | None) -> bytes:
     return secret or secrets.token_bytes(32)
 
 
-class Meeting(NamedTuple):
+@dataclass(frozen=True)
+class Meeting:
     """The secret and the exchange that ranks share in a meeting, until all have left it."""
 
     exchange: RendezvousExchange
-    secret: bytes  # of the job
+    secret: bytes = field(repr=False)  # of the job
     start: Start  # of the job
     interface: Choice  # at which the others reach this process
 

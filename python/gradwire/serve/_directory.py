@@ -13,6 +13,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gradwire._base import arguments, environment
@@ -38,13 +39,14 @@ class ShardAddress(NamedTuple):
     history: History
 
 
-class Service(NamedTuple):
+@dataclass(frozen=True)
+class Service:
     """The name of one parameter server, and the store through which its processes meet."""
 
     name: str
     store: str
     job: str
-    secret: bytes | None = None  # of the job, if the user gave one
+    secret: bytes | None = field(default=None, repr=False)  # of the job, if the user gave one
 
 
 _found: dict[str, Service] = {}  # those of this launch, by name
