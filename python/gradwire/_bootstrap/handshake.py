@@ -52,6 +52,7 @@ from gradwire._host.encryption import (
     unpack_side,
 )
 from gradwire._host.sealed_socket import SealedSocket
+from gradwire._host.user_namespace import stands_for_all_unmapped
 
 LIMIT_SECONDS = 5.0
 MAX_PENDING = 64
@@ -173,7 +174,7 @@ def client_handshake(
     A Unix socket's server must run as the same user. Returns the socket to go on with, which is
     another one where it is sealed.
     """
-    require_own_user(sock)
+    require_own_user(sock, secret)
     limit = deadline.within(LIMIT_SECONDS)
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(max(limit.remaining, 1e-3))
@@ -363,7 +364,7 @@ class Authenticator:
         self.shortage = None
         name = _name(sock, address)
         try:
-            require_own_user(sock)
+            require_own_user(sock, self._secret)
         except HandshakeError as error:
             sock.close()
             refusals.note(name, str(error))
@@ -460,10 +461,21 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def require_own_user(sock: socket.socket) -> None:
-    """Raises HandshakeError for a Unix socket whose other end runs as another user."""
-    if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
+def require_own_user(sock: socket.socket, secret: bytes) -> None:
+    """Raises HandshakeError for a Unix socket whose other end runs as another user.
+
+    Also where that cannot be told, and there is no secret that would tell it.
+    """
+    if sock.family != socket.AF_UNIX:
+        return
+    if peer_uid(sock) != os.geteuid():
         raise HandshakeError(f"it runs as user {peer_uid(sock)}, this as {os.geteuid()}")
+    if not secret and stands_for_all_unmapped():
+        raise HandshakeError(
+            f"this process runs as user {os.geteuid()}, which in its user namespace stands for all "
+            "users without a number there, so that it may run as any of them: set GRADWIRE_SECRET, "
+            "or run as a user with a number (/proc/self/uid_map)"
+        )
 
 
 def _name(sock: socket.socket, address: object) -> str:
