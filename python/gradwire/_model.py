@@ -158,10 +158,43 @@ class HostSet(NamedTuple):
 
 
 def directory() -> Path:
-    """The folder of saved models."""
+    """The folder of saved models; raises OSError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError(f"HOME is not set, and user {os.getuid()} has none") from error
     return root / "gradwire" / "models"
+
+
+def saved() -> list[Path]:
+    """All files of saved models; raises OSError where the cache cannot be read."""
+    try:
+        names = os.listdir(directory())
+    except FileNotFoundError:
+        return []
+    return sorted(directory() / name for name in names if name.endswith(".json"))
+
+
+def saved_for(hosts: HostSet) -> Path | None:
+    """The file that is saved for these hosts; None without one.
+
+    Where the cache cannot be read, it warns, once, and there is none.
+    """
+    try:
+        hosts.path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_of_cache(f"the cache of cost models cannot be read ({error})")
+        return None
+    return hosts.path
+
+
+@cache
+def _warn_of_cache(why: str) -> None:
+    """Says once what is wrong with the cache, and what that means."""
+    _log.warning("%s: using built-in values; `gradwire tune` makes them anew", why)
 
 
 def usable_cores() -> int:
@@ -183,20 +216,19 @@ def find(hosts: HostSet) -> tuple[_core.CostModel, str]:
     """Finds the model for these hosts; returns it and its source.
 
     Raises InvalidArgument if GRADWIRE_MODEL names a file that is no model. A broken file in the
-    cache only causes a warning, and the built-in values are used.
+    cache, or a cache that cannot be read, only causes a warning, and the built-in values are used.
     """
     given = environment.text(VARIABLE)
     if given == BUILT_IN:
         return built_in(hosts), "built-in values"
     if given is not None:
         return read(Path(given), hosts), given
-    if not hosts.path.exists():
-        return built_in(hosts), "built-in values"
-    try:
-        return read(hosts.path, hosts, exact=True), str(hosts.path)
-    except InvalidArgument as error:
-        _log.warning("%s: using built-in values; `gradwire tune` makes it anew", error)
-        return built_in(hosts), "built-in values"
+    if (path := saved_for(hosts)) is not None:
+        try:
+            return read(path, hosts, exact=True), str(path)
+        except InvalidArgument as error:
+            _warn_of_cache(str(error))
+    return built_in(hosts), "built-in values"
 
 
 def read(path: Path, hosts: HostSet, *, exact: bool = False) -> _core.CostModel:
@@ -225,16 +257,36 @@ def describe(path: Path) -> tuple[str, bool, str]:
     return path.name, True, f"{found.get('hosts')!s:.120}, {found.get('made')!s:.40}"
 
 
+def make_place(hosts: HostSet, path: Path | None = None) -> Path:
+    """Makes the folder of a model to be saved; returns the file's path.
+
+    Raises InvalidArgument where no file can be made there.
+    """
+    try:
+        path = path or hosts.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot save a cost model in {path or 'the cache'} ({error}): give another file by "
+            f"`gradwire tune --output FILE`, and later by {VARIABLE}"
+        ) from error
+
+
 def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
-    """Saves a model, atomically, where `find` looks or in `path`; returns the path."""
-    path = path or hosts.path
+    """Saves a model, atomically, where `find` looks or in `path`; returns the path.
+
+    Raises InvalidArgument, as `make_place` does, for a place that cannot be written.
+    """
+    path = make_place(hosts, path)
     kept = _saved_before(path, hosts).get("gpus")
     return _write(path, hosts, model.parameters, {} if kept is None else {"gpus": kept})
 
 
 def save_for_gpus(model: CostModel, links: str, hosts: HostSet, path: Path | None = None) -> Path:
     """Saves the model of these hosts' GPUs, by their way of messages, beside that of their CPUs."""
-    path = path or hosts.path
+    path = make_place(hosts, path)
     kept = _saved_before(path, hosts)
     gpus = kept.get("gpus")
     gpus = {**(gpus if isinstance(gpus, dict) else {}), links: model.parameters}
@@ -247,8 +299,8 @@ def find_for_gpus(hosts: HostSet, links: str) -> _core.CostModel | None:
     Raises InvalidArgument as `find` does.
     """
     given = environment.text(VARIABLE)
-    path = hosts.path if given is None else Path(given)
-    if given == BUILT_IN or (given is None and not path.exists()):
+    path = None if given == BUILT_IN else saved_for(hosts) if given is None else Path(given)
+    if path is None:
         return None
     try:
         found = _contents(path).get("gpus", {})
@@ -293,7 +345,6 @@ def _saved_before(path: Path, hosts: HostSet) -> dict[str, Any]:
 
 
 def _write(path: Path, hosts: HostSet, parameters: Any, more: Mapping[str, Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = {
         "gradwire_cost_model": _FORMAT,
         "hosts": str(hosts),

@@ -114,7 +114,11 @@ def _cost_models() -> Iterator[Check]:
     if given is not None:
         yield Check("cost models", _model.VARIABLE, None, given)
         return
-    saved = sorted(_model.directory().glob("*.json"))
+    try:
+        saved = _model.saved()
+    except OSError as error:
+        yield Check("cost models", "cache", False, f"because {error}: built-in values are used")
+        return
     for path in saved:
         name, ok, detail = _model.describe(path)
         yield Check("cost models", name, ok, detail)

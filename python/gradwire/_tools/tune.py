@@ -54,13 +54,15 @@ def _run_ranks(options: argparse.Namespace) -> int:
 
     with gradwire.init(transports=options.transport) as comm:
         hosts = host_set(comm._mesh)
+        output = None if options.output is None else Path(options.output)
+        if comm.rank == 0:
+            _model.make_place(hosts, output)  # raises before the time of a measurement is spent
         bar = progress_bar if comm.rank == 0 and sys.stderr.isatty() else None
         core, timings, links = _measure(comm, options, hosts, bar)
         if comm.rank == 0:
             if bar is not None:
                 bar(1.0, "")
             model = _model.wrap(core)
-            output = None if options.output is None else Path(options.output)
             if links is None:
                 path = _model.save(model, hosts, output)
             else:
