@@ -28,14 +28,25 @@ from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
+from gradwire._errors import (
+    Aborted,
+    Error,
+    InvalidArgument,
+    RendezvousError,
+    Timeout,
+    TransportError,
+)
 from gradwire._host import emulated_link
+from gradwire._launch import openmp
+from gradwire._launch.reaping import children_are_kept
 from gradwire._launch.root_cause import describe_exit
 from gradwire._trace import session
 
 GRACE_SECONDS = 2.0  # that the other ranks have to fail by themselves after one has failed
+CONNECT_GRACE_SECONDS = 10.0  # that a rank has to say itself why it could not connect in time
 
 _PR_SET_PDEATHSIG = 1
+_CONNECTED = b""  # what a rank reports before its outcome
 _CONSEQUENCES = (
     TransportError,
     Timeout,
@@ -56,9 +67,9 @@ def spawn(
 
     The ranks are processes forked from this one, so `fn` may be any function, even one defined in a
     notebook, and sees what this process has loaded; its result is pickled. A fork copies only one
-    thread: fork before starting threads, CUDA, or torch's OpenMP pool, or run a script with
-    `gradwire run` instead. With `threads=True` the ranks are threads of this process, nothing is
-    copied, and `transports` does not apply.
+    thread, so OpenMP's parts of torch compute in one thread there; fork before starting CUDA or
+    threads that hold locks, or run a script with `gradwire run` instead. With `threads=True` the
+    ranks are threads of this process, nothing is copied, and `transports` does not apply.
 
     `timeout` (seconds) is for connecting, and the default for each operation. When a rank fails,
     the others are ended, and the first failure that is not a consequence of another is raised here;
@@ -75,7 +86,8 @@ def spawn(
             raise InvalidArgument("transports= does not apply to threads=True, which use inproc")
         emulated_link.require_none("threads=True joins threads by inproc")
         return _results(_Threads(fn, nprocs, args, timeout).run())
-    return _results(_Processes(fn, nprocs, args, transports, timeout).run())
+    with children_are_kept():
+        return _results(_Processes(fn, nprocs, args, transports, timeout).run())
 
 
 class SpawnedTraceback(Exception):
@@ -217,39 +229,61 @@ class _Processes:
         if os.getppid() != parent:
             os._exit(1)
         gc.freeze()  # the parent's garbage may wait for threads that only the parent has
+        openmp.use_one_thread()
         self._server.close()
-        outcome = self._outcome(rank)
+        outcome = self._outcome(rank, pipe)
         session.write_part()  # such a process ends without what runs at an exit
         pipe.send_bytes(_pickled(outcome))
 
-    def _outcome(self, rank: int) -> _Outcome:
+    def _outcome(self, rank: int, pipe: Connection[Any, Any]) -> _Outcome:
         launch = LaunchInfo(rank, self._size, "spawn()", self._job, store=str(self._server.address))
         try:
             mesh = rendezvous(
                 launch, timeout=self._timeout, transports=self._transports, secret=self._secret
             )
             comm = from_mesh(mesh, timeout=self._timeout)
+            pipe.send_bytes(_CONNECTED)
         except BaseException as error:
             return _failure(rank, error)
         return _call(self._fn, comm, rank, self._args)
 
     def _collect(self) -> list[_Outcome]:
+        """The ends of all ranks; after a failure, of those that end in time, too."""
         outcomes: list[_Outcome] = []
-        limit: Deadline | None = None
+        connecting, failed = set(self._waiting), False
+        limit: Deadline | None = Deadline(self._timeout + CONNECT_GRACE_SECONDS)
         while self._waiting and not (limit and limit.passed):
-            sources = {each: child for child in self._waiting.values() for each in _sources(child)}
-            ready = wait(list(sources), limit.remaining if limit else None)
-            for child in {sources[each].rank: sources[each] for each in ready}.values():  # type: ignore[index]
-                outcomes.append(self._receive(child))
-                del self._waiting[child.rank]
-            if limit is None and any(outcome.error for outcome in outcomes):
-                limit = Deadline(GRACE_SECONDS)
-        return outcomes
+            for child in self._ready(limit):
+                connecting.discard(child.rank)
+                if (outcome := self._receive(child)) is not None:
+                    outcomes.append(outcome)
+                    del self._waiting[child.rank]
+            if not failed and any(outcome.error for outcome in outcomes):
+                limit, failed = Deadline(GRACE_SECONDS), True
+            elif not failed and not connecting:
+                limit = None
+        return outcomes + ([] if failed else list(map(self._unconnected, sorted(connecting))))
 
-    def _receive(self, child: _Child) -> _Outcome:
+    def _ready(self, limit: Deadline | None) -> list[_Child]:
+        """Waits for ranks that have reported something, or ended."""
+        sources = {each: child for child in self._waiting.values() for each in _sources(child)}
+        ready = wait(list(sources), limit.remaining if limit else None)
+        return list({sources[each].rank: sources[each] for each in ready}.values())  # type: ignore[index]
+
+    def _unconnected(self, rank: int) -> _Outcome:
+        text = (
+            f"rank {rank} of {self._size} did not connect within {self._timeout:g} s, nor say why: "
+            "it is a fork, which may wait for a lock that another thread of this process held, or "
+            "for that thread; spawn() before threads start, or run a script with `gradwire run`"
+        )
+        return _failure(rank, RendezvousError(text))
+
+    def _receive(self, child: _Child) -> _Outcome | None:
+        """What a rank has reported, or how it ended; None where it has only connected so far."""
         try:
             if child.pipe.poll():
-                outcome: _Outcome = pickle.loads(child.pipe.recv_bytes())
+                report = child.pipe.recv_bytes()
+                outcome: _Outcome | None = None if report == _CONNECTED else pickle.loads(report)
                 return outcome
         except (EOFError, OSError):  # it ended in the middle of its report
             pass

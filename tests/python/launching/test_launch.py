@@ -126,6 +126,42 @@ def test_a_module_can_be_run(launch: Launch) -> None:
     assert len(out.splitlines()) == 2
 
 
+@pytest.fixture
+def ignored_sigchld() -> Iterator[None]:
+    """As a parent may leave it: programs inherit it."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("ignored_sigchld")
+def test_ends_of_ranks_are_seen_where_sigchld_is_ignored(
+    launch: Launch, script: Callable[[str], str]
+) -> None:
+    path = script("""
+assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+block()
+""")
+    run = launch("-n", "2", path)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for this process's own children
+    code, _, err = finish(run)
+    assert code == 3
+    assert "exited with code 3" in err
+
+
+@pytest.mark.usefixtures("ignored_sigchld")
+def test_sigterm_ends_ranks_where_sigchld_is_ignored(
+    launch: Launch, script: Callable[[str], str]
+) -> None:
+    run = launch("-n", "2", script("block()"))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    blocked(run, 2)
+    run.terminate()
+    assert finish(run)[0] == 128 + signal.SIGTERM
+
+
 def test_output_can_be_tagged(launch: Launch, script: Callable[[str], str]) -> None:
     path = script('print("out"); print("err", file=sys.stderr); sys.stdout.write("no newline")')
     code, out, err = finish(launch("-n", "2", "--tag-output", path))

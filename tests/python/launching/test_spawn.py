@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import gradwire
@@ -14,6 +18,7 @@ import pytest
 from gradwire import _spawn, spawn
 from gradwire._bootstrap.connect import _Acceptor
 from gradwire._spawn import SpawnedTraceback
+from ranks import LIMIT
 
 Comm = gradwire.Communicator
 
@@ -93,6 +98,49 @@ def test_ranks_can_split_into_groups_of_different_sizes(threads: bool) -> None:
 
     expected = [([0, 1, 2], 10)] * 3 + [([3, 4], 10)] * 2
     assert spawn(split, 5, threads=threads) == expected
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["main thread", "another thread"])
+def test_results_come_where_sigchld_is_ignored(thread: bool) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            here = partial(spawn, lambda comm: comm.rank, 2)
+            assert (pool.submit(here).result() if thread else here()) == [0, 1]
+            with pytest.raises(gradwire.Error, match="rank 0 of 1 exited with code 3"):
+                spawn(lambda comm: os._exit(3), 1)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_rank_that_never_connects_is_told_of_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spawn, "CONNECT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(_spawn, "rendezvous", lambda *_, **__: signal.pause())
+    with pytest.raises(gradwire.RendezvousError, match=r"rank 0 of 2 did not connect within 0.1 s"):
+        spawn(sum_of_ranks, 2, args=(2.0,), timeout=0.1)
+
+
+AFTER_OPENMP = """
+import gradwire, torch
+x = torch.ones(1 << 20)
+def step(comm):
+    weight = torch.ones(256, 256, requires_grad=True)
+    (x.exp().sum() + (weight @ weight).sum()).backward()
+    comm.all_reduce(weight.grad)
+    return float(weight.grad[0, 0])
+own = [step(comm) for comm in [gradwire.init()]]
+assert len([*__import__("pathlib").Path("/proc/self/task").iterdir()]) > 1
+assert gradwire.spawn(step, 2) == [2 * own[0]] * 2
+"""
+
+
+def test_ranks_compute_after_openmp_has_run_here() -> None:
+    """A fork of a process that has OpenMP's threads waits for them in the next parallel region."""
+    pytest.importorskip("torch")
+    program = [sys.executable, "-c", AFTER_OPENMP]
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    subprocess.run(program, env=environment, timeout=LIMIT, check=True)
 
 
 def wait_for_all(comm: Comm) -> None:
