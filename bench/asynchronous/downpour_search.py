@@ -12,7 +12,6 @@ Writes bench/results/search-downpour-DATE.json, .md and .png, anew after each se
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 from typing import Any
 
@@ -33,7 +32,6 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, nargs="+", default=list(CASES))
     options = seeds.parse(parser)
     torch.set_num_threads(1)
-    os.environ.setdefault("GRADWIRE_LOG_LEVEL", "error")
     load, task = OtherLoad(), fashion_mnist(options)
     place = Network(NO_LINK, LATENCY, options.serving_ms / 1e3)
     gradients = int(options.passes * len(task.data.train_labels) / task.batch)

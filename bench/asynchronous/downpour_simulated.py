@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import sys
 from typing import Any
 
@@ -43,7 +42,6 @@ def main() -> int:
     parser.add_argument("--serving-ms", type=float, help="of a push and a pull, not measured")
     options = seeds.parse(parser)
     torch.set_num_threads(1)
-    os.environ.setdefault("GRADWIRE_LOG_LEVEL", "error")
     load = OtherLoad()
     tasks = dict(zip(TASKS, (fashion_mnist(options), _digits(options)), strict=True))
     passes = dict(zip(TASKS, (options.passes, 10 * options.passes), strict=True))

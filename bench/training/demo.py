@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 METHODS = ("gloo", "none", "fp16", "lowrank+int8=0.05")
 RANKS, BATCH = 4, 16  # images per rank and step
 _HELD = 1.15  # times the rate: what is faster is not held to it
-_INSIDE = "GRADWIRE_DEMO_IN_USER_NAMESPACE"
+_INSIDE = "DEMO_IN_USER_NAMESPACE"
 
 
 class Link(NamedTuple):

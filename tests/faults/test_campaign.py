@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.timeout(300)
 def test_no_hang_no_wrong_result_no_leak() -> None:
     """One seed, so that a change is judged by what it did; `make faults` draws new ones."""
-    seed = os.environ.get("GRADWIRE_FAULTS_SEED") or "20261121"
+    seed = os.environ.get("FAULTS_SEED") or "20261121"
     command = [sys.executable, "-m", "faults", "--count", str(CASES), "--seed", seed]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(

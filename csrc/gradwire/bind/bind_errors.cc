@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
@@ -65,6 +66,9 @@ void translate(std::exception_ptr error) {
     raise_with_peer(classes.transport_error, e);
   } catch (const Error& e) {
     raise(classes.error, e);
+  } catch (const std::system_error& e) {
+    raise(classes.error,
+          Error(std::string("the system refuses a thread, or what else it takes: ") + e.what()));
   }
 }
 

@@ -5,10 +5,13 @@ Exceptions are GRADWIRE_SIMD, GRADWIRE_CUDA_SO and GRADWIRE_NCCL_SO, which the c
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 import os
 import stat
 from collections.abc import Callable
+from functools import cache
 from urllib.parse import urlsplit
 
 from gradwire import _core
@@ -268,13 +271,42 @@ _PARSERS: dict[str, _Parser] = {
 }
 
 
+_PREFIX = "GRADWIRE"
+# By which launchers number the ranks of a host, so that one of them warns.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+_log = logging.getLogger("gradwire")
+
+
 def check(*names: str) -> None:
     """Raises InvalidArgument for the first of these variables, or of all, that has a wrong value.
 
-    All are checked before ranks meet, so that none fails later while others wait for it.
+    All are checked before ranks meet, so that none fails later while others wait for it. Then the
+    first rank of a host also warns, once, of variables that nothing reads.
     """
+    if not names and not any(os.environ.get(each, "0") != "0" for each in _LOCAL_RANKS):
+        for name, why in unknown().items():
+            _warn_of(name, why)
     for name in names or _PARSERS:
         _parsed(name, text(name))
+
+
+def unknown() -> dict[str, str]:
+    """The variables that look like gradwire's and are none: what is said of each by its name."""
+    found = sorted(each for each in os.environ if each.upper().startswith(_PREFIX))
+    return {each: _what_is_meant(each) for each in found if each not in VARIABLES}
+
+
+def _what_is_meant(name: str) -> str:
+    rest = {each.removeprefix(_PREFIX): each for each in VARIABLES}
+    near = difflib.get_close_matches(name.upper().removeprefix(_PREFIX), rest, 1)
+    meant = f": is {rest[near[0]]} meant?" if near else ""
+    return f"is no variable of gradwire, and changes nothing{meant}"
+
+
+@cache
+def _warn_of(name: str, why: str) -> None:
+    _log.warning("%s %s (`gradwire doctor` lists all)", name, why)
 
 
 def _parsed(name: str, given: str | None) -> object:

@@ -47,10 +47,11 @@ def secret_of_store(address: Address, secret: bytes | None) -> bytes:
     """The secret that a store's clients must know: the job's, or an empty one where it has none.
 
     Raises RendezvousError for a TCP socket with neither a secret nor GRADWIRE_INSECURE=1, of which
-    it warns.
+    it warns; of a host that is unknown it says that.
     """
     if secret is not None or address.local:
         return secret or _OPEN
+    _require_known(address)
     if not environment.flag("GRADWIRE_INSECURE"):
         raise RendezvousError(
             f"there is no secret, and every user of every host that reaches the store at {address} "
@@ -65,6 +66,16 @@ def secret_of_store(address: Address, secret: bytes | None) -> bytes:
             *(address, HOW_TO_MAKE),
         )
     return _OPEN
+
+
+def _require_known(address: Address) -> None:
+    try:
+        address.resolve()
+    except OSError as error:
+        raise RendezvousError(
+            f"the host of the store at {address} is unknown here ({error}): give rank 0's host by "
+            "its address, or by a name that all hosts know"
+        ) from error
 
 
 def _environment_secret() -> bytes | str | None:

@@ -38,7 +38,7 @@ from gradwire._bootstrap.survivor_links import (
 )
 from gradwire._bootstrap.waiting_room import KNOCK
 from gradwire._errors import Error, JobOver, RendezvousError, describe
-from gradwire._host.interfaces import LOOPBACK, Choice, choose, is_loopback, route_to
+from gradwire._host.interfaces import Choice, choose, is_loopback, loopback, route_to
 from gradwire._model import unpack
 
 _SPONSOR = MOST_RANKS  # its number as a peer
@@ -212,7 +212,7 @@ def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorL
 def _interface(info: AddressInfo) -> Choice:
     """The address to listen on, of a network that leads to the members."""
     if is_loopback(info.address):
-        return LOOPBACK
+        return loopback()
     source = route_to(info.address, info.port or 9).source
     pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
     return choose(source, pattern=pattern, several_hosts=True)

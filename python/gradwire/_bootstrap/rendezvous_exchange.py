@@ -92,7 +92,10 @@ class RendezvousExchange:
         other = "another process"
         with contextlib.suppress(TimeoutError):
             other = self._store.get(f"{self._prefix}/claimant/{rank}", _POLL_SECONDS).decode()
-        raise another_job(f"{own} is rank {rank} of job {self.launch.job!r}, and so is {other}")
+        raise another_job(
+            f"{own} is rank {rank} of job {self.launch.job!r}, and so is {other}: that rank was "
+            "given twice, or"
+        )
 
     def agree_on_start(self, own: Start) -> Start:
         """Rank 0's start; raises RendezvousError where the job has another size there."""

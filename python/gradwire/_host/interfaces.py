@@ -166,16 +166,23 @@ def choose(
     if pattern is not None:
         return _by_pattern(found, pattern, towards, several_hosts, reached)
     if not several_hosts:
-        here = (
-            towards if towards is not None and is_loopback(towards) else LOOPBACK.interface.address
-        )
-        return Choice(Interface("lo", here), LOOPBACK.reason)
+        if towards is not None and is_loopback(towards):
+            return Choice(Interface("lo", towards), LOOPBACK.reason)
+        return loopback()
     if towards is not None and not is_loopback(towards):
         return Choice(_holder(found, towards), "it reaches the store")
     for each in found:
         if each.address in map(_bare, reached) and not each.loopback:
             return Choice(each, "other hosts reach the store, which is on this one, at it")
     return guess()
+
+
+def loopback() -> Choice:
+    """The loopback address: 127.0.0.1, but where the host has another one alone, as ::1."""
+    found = [each for each in interfaces() if each.loopback]
+    if not found or LOOPBACK.interface in found:
+        return LOOPBACK
+    return Choice(found[0], LOOPBACK.reason)
 
 
 def guess() -> Choice:

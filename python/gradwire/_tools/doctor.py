@@ -135,7 +135,7 @@ def _instruction_sets() -> Iterator[Check]:
 def _network() -> Iterator[Check]:
     for each in interfaces.interfaces():
         yield Check("network", each.name, True, each.address)
-    yield Check("network", "ranks on one host", True, f"use {interfaces.LOOPBACK}")
+    yield Check("network", "ranks on one host", True, f"use {interfaces.loopback()}")
     yield Check("network", "ranks on several hosts", *_several_hosts())
 
 
@@ -235,6 +235,8 @@ def _variables() -> Iterator[Check]:
         except InvalidArgument as error:
             good, detail = False, str(error)
         yield Check("environment", name, good, detail)
+    for name, why in environment.unknown().items():
+        yield Check("environment", name, False, why)
 
 
 def _installed(package: str) -> str | None:

@@ -52,16 +52,21 @@ def await_claim(store: str, rank: int) -> None:
         client.get(f"gradwire/{DEFAULT_JOB}/0/claimant/{rank}", LIMIT)
 
 
-def require_told(processes: Sequence[Process]) -> None:
-    """All of them raise the error that says what to do."""
+def require_told(processes: Sequence[Process], what: str = "") -> None:
+    """All of them raise the error that says what to do, and `what`."""
     errors = [each.outcome().error for each in processes]
     assert all(isinstance(each, RendezvousError) for each in errors), errors
-    assert all(REMEDY in str(each) for each in errors), errors
+    assert all(REMEDY in str(each) and what in str(each) for each in errors), errors
 
 
 def test_two_jobs_with_one_store_and_one_secret_do_not_mix(start: Callable[..., Process]) -> None:
     """Rank 1 of both waits for a store when rank 0 of one of them opens it."""
     require_told([start("A", 1), start("B", 1), start("A", 0)])
+
+
+def test_a_rank_given_twice_is_told_to_all(start: Callable[..., Process]) -> None:
+    """In the place of rank 2, as where a number was mistyped."""
+    require_told([start("A", rank, 3) for rank in (0, 1, 1)], "rank was given twice")
 
 
 def test_a_second_rank_0_tells_the_job_that_serves_the_store(start: Callable[..., Process]) -> None:
