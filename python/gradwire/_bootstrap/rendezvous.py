@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import told
 from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import serve_until_reported
 from gradwire._bootstrap.connect import connect_mesh
@@ -64,8 +65,19 @@ def meet(
 
     Every rank calls it, equally often. Until `make` has returned on all ranks, raises
     TransportError when a rank is lost, and RendezvousError, which names the ranks that are missing
-    after `timeout` seconds or the rank that gave up.
+    after `timeout` seconds or the rank that gave up, or says what the system refuses.
     """
+    with told(f"rank {launch.rank} of {launch.size} ({process_name()})"):
+        return _meet(launch, make, timeout, transports, secret)
+
+
+def _meet(
+    launch: LaunchInfo,
+    make: Callable[[Mesh], _Made],
+    timeout: float,
+    transports: Sequence[str] | None,
+    secret: bytes | str | None,
+) -> _Made:
     environment.check()
     deadline = Deadline(timeout)
     names = choose_transports(transports)

@@ -29,12 +29,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import IO, NamedTuple
 
+from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import InvalidArgument
-from gradwire._host import emulated_link
+from gradwire._host import emulated_link, interfaces
 from gradwire._launch import slots
+from gradwire._launch.reaping import children_are_kept
 from gradwire._launch.root_cause import (
     Failure,
     describe,
@@ -62,7 +64,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 def run(argv: Sequence[str]) -> int:
     """Runs a program on n ranks; returns 0 or the exit code of the rank that failed first."""
     options = _parse(argv)
-    return slots.run(options, partial(_run_once, options))
+    raise_limit()
+    with children_are_kept():
+        return slots.run(options, partial(_run_once, options))
 
 
 def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
@@ -76,8 +80,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
     common = {
         "WORLD_SIZE": str(options.n),
         "LOCAL_WORLD_SIZE": str(options.n),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        **_torch_store(),
         "GRADWIRE_STORE": str(store),
         **made,
         "GRADWIRE_JOB": job,
@@ -244,11 +247,19 @@ def _link_of(given: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _free_port() -> int:
-    """A free port for programs that also use torch.distributed; unbound until rank 0 takes it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _torch_store() -> dict[str, str]:
+    """Where programs that also use torch.distributed meet: a port that is free until they do.
+
+    It is at the loopback address; without any there is no such place, and gradwire needs none.
+    """
+    address = interfaces.loopback().interface
+    with socket.socket(address.family) as probe:
+        try:
+            probe.bind((address.address, 0))
+        except OSError:
+            return {}
+        port = probe.getsockname()[1]
+    return {"MASTER_ADDR": address.address, "MASTER_PORT": str(port)}
 
 
 class _Ended(NamedTuple):

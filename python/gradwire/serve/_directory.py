@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.job_secret import find_secret, secret_of_store
 from gradwire._bootstrap.launch_info import DEFAULT_JOB
 from gradwire._bootstrap.mesh import AddressInfo, Job, unpack_address_info
@@ -63,6 +64,7 @@ def service(name: str, store: str | None, secret: bytes | str | None) -> Service
     Servers that `role` has started go before the environment.
     """
     environment.check()
+    raise_limit()
     arguments.text(name, "name")
     if store is None and name in _found and (secret is None or _secret_is(_found[name], secret)):
         return _found[name]

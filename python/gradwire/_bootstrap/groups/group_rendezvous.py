@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import told
 from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import (
     ANSWER_BYTES,
@@ -22,7 +23,12 @@ from gradwire._bootstrap.advertised_store import (
     unpack_place,
 )
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.host_info import host_identity, pack_host_info, unpack_host_info
+from gradwire._bootstrap.host_info import (
+    host_identity,
+    pack_host_info,
+    process_name,
+    unpack_host_info,
+)
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
@@ -54,6 +60,17 @@ def meet_in_group(
     first messages.
     """
     environment.check()
+    with told(f"rank {rank} of {size} of a process group ({process_name()})"):
+        return _meet(rank, size, all_gather, make, deadline)
+
+
+def _meet(
+    rank: int,
+    size: int,
+    all_gather: Callable[[bytes], list[bytes]],
+    make: Callable[[Mesh], _Made],
+    deadline: Deadline,
+) -> _Made:
     known, route = find_secret(None), _route()
     question = Question() if known is None else None
     asked = None if question is None else question.message
@@ -74,6 +91,7 @@ def meet_in_group(
     with advertised_store(job, known, at, advertise, find, deadline) as (store, found):
         exchange = RendezvousExchange(store, LaunchInfo(rank, size), job, deadline)
         with exchange.abort_on_failure(hosts_store=rank == 0):
+            exchange.claim_rank()
             secret = exchange.agree_on_secret() if found is None else found
             choice = _interface(infos)
             _log.info("a rank of the process group listens on %s", choice)
