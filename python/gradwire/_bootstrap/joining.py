@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.connect import connect_mesh, open_socket
 from gradwire._bootstrap.door import RENEW_SECONDS, Reader, reader_of
 from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
@@ -97,6 +98,7 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
     `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline,
     and JobOver, at once, when the members have come to the end.
     """
+    raise_limit()
     reason = "no communicator of the job lets processes in yet"
     lost = 0.0  # seconds of the members' time, in all attempts
     over: Deadline | None = None  # for word of members that go on
