@@ -52,6 +52,42 @@ with gradwire.init() as comm:
         print("refused:", error)
 """
 
+# What makes the programs validate between steps, which accumulate the gradients of two batches.
+VALIDATED = {
+    "accelerate": {
+        "cpu=True": "cpu=True, gradient_accumulation_steps=2",
+        "range(5)": "range(6)",
+        "range(5, 8)": "range(6, 10)",
+        """
+        loss = model(torch.randn(4, 8)).pow(2).mean()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+""": """
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        net.train()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 8)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    },
+    "lightning": {
+        "max_epochs=epochs,": "max_epochs=epochs, accumulate_grad_batches=2,",
+        "Regression(), loader,": "Regression(), loader, loader,",
+        """
+    def configure_optimizers(self):
+""": """
+    def validation_step(self, batch, index):
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+    def configure_optimizers(self):
+""",
+    },
+}
+
 
 def backend_programs() -> list[str]:
     """The blocks of Python in the section on trainers of the backend's page."""
@@ -66,6 +102,14 @@ def hook_programs() -> list[str]:
 
 def _blocks(text: str) -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
+
+
+def validated(program: str, trainer: str) -> str:
+    """The program, with validation and accumulation."""
+    for text, instead in VALIDATED[trainer].items():
+        assert text in program, f"the page has another program for {trainer}: {text!r}"
+        program = program.replace(text, instead)
+    return program
 
 
 def output_of(program: str) -> str:
@@ -94,9 +138,10 @@ def main() -> None:
         assert printed.count(f"{trainer} over gradwire: 0.0") == 2, printed
         print(f"{trainer} over the backend: passed")
     for program, trainer in zip(hook_programs(), TRAINERS, strict=True):
-        printed = output_of(program)
-        assert printed.count(f"{trainer}: spread 0.0, resumed alike: True") == 2, printed
-        print(f"{trainer} with the hook: passed")
+        for each in (program, validated(program, trainer)):
+            printed = output_of(each)
+            assert printed.count(f"{trainer}: spread 0.0, resumed alike: True") == 2, printed
+        print(f"{trainer} with the hook, also with validation and accumulation: passed")
     printed = output_of(DROPPED_HOOK)
     assert printed.count("refused: SGD steps 'net.weight'") == 2, printed
     print("a hook that Lightning drops: refused")

@@ -247,7 +247,10 @@ def _release_from_old(ddp: DistributedDataParallel) -> None:
 def _install_forward_hooks(
     ddp: DistributedDataParallel, state: State, joins: JoinTracker
 ) -> Sequence[RemovableHandle]:
-    """Makes every forward in training raise the state's error and guard its backward."""
+    """Makes every forward with gradients raise the state's error and guard its backward.
+
+    In eval() too: trainers call train() on the module inside, and leave the wrapper as it was.
+    """
     guard = Guard(dict(_averaged(ddp)), partial(getattr, state._steps, "submitted_steps"))
     state._guard = guard
     guard.on_backward = state._steps.spans.begin_backward
@@ -257,9 +260,9 @@ def _install_forward_hooks(
     )
 
 
-def _before_forward(state: State, guard: Guard, ddp: DistributedDataParallel, _: Any) -> None:
+def _before_forward(state: State, guard: Guard, _: DistributedDataParallel, __: Any) -> None:
     guard.remove_leaf_hooks()
-    if ddp.training and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         if not state._has_forward:
             state._has_forward = True
             state._watch.note_forward()
@@ -277,8 +280,7 @@ def _after_forward(
 ) -> None:
     state._steps.spans.end_forward()
     if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
-        if ddp.training:  # after DDP's own forward, whose error is more precise
-            guard.require_averaged()
+        guard.require_averaged()  # after DDP's own forward, whose error is more precise
         joins.note_forward()
         guard.after_forward(output)
 

@@ -31,7 +31,7 @@ class State(HookState):
     """The hook's state for one DDP model. Made by `register`.
 
     `error` is the first error, and final: its backward raises it, and so do all later backwards
-    and, when `register` made the state, every forward in training. Gradients are undefined then;
+    and, when `register` made the state, every forward with gradients. Gradients are undefined then;
     build a new DDP model to go on.
     """
 
@@ -93,7 +93,7 @@ class State(HookState):
         )
         self._steps = Steps(communicator, algorithm, self._training, joins)
         self._guard: Guard | None = None
-        self._has_forward = False  # since `register`, in training
+        self._has_forward = False  # since `register`, with gradients
         self._watch = OptimizerWatch(self, momentum=has_momentum)
         if optimizer is not None:
             self._watch.look_at(optimizer, self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gradwire
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch_ranks
 from gradwire.torch import State, comm_hook, register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_training import backward, flat, mlp
+from torch_training import backward, batch, flat, mlp
 
 
 def refused(module: nn.Module, trained: nn.Module) -> str:
@@ -69,3 +71,42 @@ def allowed() -> int:
 
 def test_other_steps_are_not() -> None:
     assert torch_ranks.run(2, allowed) == [0, 0]
+
+
+def validated() -> int:
+    """As trainers do: the wrapper stays in eval(), and the step runs its last backward itself."""
+    ddp = DistributedDataParallel(mlp())
+    state = register(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(0)[0])
+    for step in range(2):
+        ddp.module.train()
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            backward(ddp, 2 * step)
+        optimizer.step(partial(backward, ddp, 2 * step + 1))
+    return state.steps
+
+
+def test_steps_after_a_validation_that_left_the_wrapper_in_eval_are_not() -> None:
+    assert torch_ranks.run(2, validated) == [2, 2]
+
+
+def failed_in_eval() -> str:
+    ddp = DistributedDataParallel(mlp())
+    state = register(ddp)
+    backward(ddp, 0)
+    ddp.eval()
+    ddp.module.train()
+    state.communicator.abort("enough")
+    with pytest.raises(gradwire.Aborted):
+        backward(ddp, 1)
+    with pytest.raises(gradwire.Aborted) as raised:
+        ddp(batch(2)[0])
+    return str(raised.value)
+
+
+def test_forwards_raise_the_error_where_the_wrapper_is_in_eval() -> None:
+    assert all("enough" in message for message in torch_ranks.run(2, failed_in_eval))

@@ -132,6 +132,13 @@ def go_on(ddp: DistributedDataParallel, _: State) -> None:
     ddp(batch(1)[0], *asked)
 
 
+def go_on_as_trainers_do(ddp: DistributedDataParallel, state: State) -> None:
+    """After a validation the wrapper is still in eval()."""
+    ddp.eval()
+    ddp.module.train()
+    go_on(ddp, state)
+
+
 def save(_: DistributedDataParallel, state: State) -> None:
     state.state_dict()
 
@@ -143,8 +150,10 @@ def end(_: DistributedDataParallel, state: State) -> None:
 def forget_gradients() -> list[str]:
     return [
         forget(then)
-        for forget, then in itertools.product((forget_a_head, forget_a_branch), (go_on, save, end))
-        if (forget, then) != (forget_a_head, go_on)
+        for forget, then in itertools.product(
+            (forget_a_head, forget_a_branch), (go_on, go_on_as_trainers_do, save, end)
+        )
+        if forget is forget_a_branch or then in (save, end)  # torch is first there
     ]
 
 
