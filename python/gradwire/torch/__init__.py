@@ -21,6 +21,7 @@ from gradwire.torch._diloco import DiLoCo
 from gradwire.torch._downpour import Downpour
 from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
+from gradwire.torch._group_calls import monitored_barrier, traffic
 from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
 from gradwire.torch._optimizers.demo import DeMo
@@ -34,7 +35,6 @@ from gradwire.torch._state import State
 from gradwire.torch._step.momentum import Momentum
 from gradwire.torch._step.rules import Stages, warm_up
 from gradwire.torch._step.stats import CodecStats, Stats, StepStats
-from gradwire.torch._traffic import traffic
 from gradwire.torch.backend.options import Options
 
 _autoload.register()
@@ -60,6 +60,7 @@ __all__ = [
     "elastic",
     "gather_state_dict",
     "hybrid_plan",
+    "monitored_barrier",
     "parallelize",
     "register",
     "register_fsdp",

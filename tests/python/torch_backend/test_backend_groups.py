@@ -210,6 +210,8 @@ def limits() -> None:
     assert endpoint.communicator._timeout == 33
     group.set_timeout(timedelta(seconds=44))
     assert endpoint.seconds(None) == 44
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=55), group)
+    assert endpoint.seconds(None) == 55
     assert summed_over(group) == dist.get_world_size()
 
 

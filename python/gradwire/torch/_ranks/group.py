@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from gradwire._base.arguments import instance
+from gradwire._base.arguments import instance, seconds
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, RendezvousError, first_line
+from gradwire.torch.backend.endpoint import endpoint_of
 from gradwire.torch.backend.meeting import join_world
 
 
-def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communicator:
-    """Connects the ranks of `group`; each of them calls it.
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The timeout of a group's calls in seconds; torch's default where its backend tells none."""
+    endpoint = endpoint_of(group)
+    if endpoint is not None:
+        return float(endpoint.timeout or endpoint.communicator._timeout)
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return float(default_pg_timeout.total_seconds())
+
+
+def communicator_of(group: dist.ProcessGroup, timeout: float | None = None) -> Communicator:
+    """Connects the ranks of `group`; each of them calls it. `timeout` is the group's if None.
 
     The group carries the secret that rank 0 makes without a GRADWIRE_SECRET. A failure ends the
     groups of the backend gradwire in this process too, and theirs ends this one. Raises as
     `meet_in_group` does.
     """
+    timeout = timeout_of(group) if timeout is None else seconds(timeout)
     deadline = Deadline(timeout)
     job_ranks = _job_ranks(group)
 
@@ -43,7 +57,9 @@ def communicator_of(group: dist.ProcessGroup, timeout: float = 300) -> Communica
     return made
 
 
-def communicator_over(group: dist.ProcessGroup, timeout: float = 300) -> tuple[Communicator, bool]:
+def communicator_over(
+    group: dist.ProcessGroup, timeout: float | None = None
+) -> tuple[Communicator, bool]:
     """The communicator of a group of the backend gradwire, or one made; and whether it was made."""
     endpoint = endpoint_of(group)
     if endpoint is not None:
@@ -52,7 +68,7 @@ def communicator_over(group: dist.ProcessGroup, timeout: float = 300) -> tuple[C
 
 
 def chosen_communicator(
-    given: Communicator | None, group: dist.ProcessGroup | None, timeout: float
+    given: Communicator | None, group: dist.ProcessGroup | None, timeout: float | None
 ) -> tuple[Communicator, bool]:
     """The communicator to use, given or of a group, and whether it was made for that."""
     if given is not None:
@@ -78,21 +94,12 @@ def _job_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
         return ()
 
 
-def endpoint_of(group: dist.ProcessGroup) -> Any:
-    """The caller's end of a group of the backend gradwire; None for other groups."""
-    for device in getattr(group, "_device_types", ()):
-        endpoint = getattr(group._get_backend(device), "_endpoint", None)
-        if endpoint is not None:
-            return endpoint
-    return None
-
-
 def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline) -> list[bytes]:
     """All ranks' bytes, in rank order; nothing is unpickled."""
     try:
         at = _device(group)
         own = torch.tensor(list(data), dtype=torch.uint8, device=at)
-        length = torch.tensor([own.numel()], device=at)
+        length = torch.tensor([own.numel()], dtype=torch.int64, device=at)
         sizes = [int(each) for each in _all_gather(group, length, deadline)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)
         padded[: own.numel()] = own

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire._autoload import BACKEND, DEVICES
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch.backend import versions
+from gradwire.torch.backend import dispatcher, torch_functions, versions
 from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.coalesced import CoalescedCollectives
 from gradwire.torch.backend.collectives import Collectives, Tensors
@@ -54,6 +54,13 @@ class Methods(Collectives, CoalescedCollectives, PointToPoint):
         self._endpoint.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Returns when every rank has called it; raises Timeout, which names a rank that has not.
+
+        Every barrier of this backend does that, so `wait_all_ranks` changes nothing.
+        """
+        self._endpoint.communicator.barrier(timeout=self._endpoint.seconds(opts))
 
 
 class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
@@ -169,13 +176,6 @@ class DeviceMethods(Methods):
     def perform_nocolor_split(self, _: Any) -> None:
         """Does nothing: ranks outside of a new group take no part in making it."""
 
-    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Returns when every rank has called it; raises Timeout, which names a rank that has not.
-
-        Every barrier of this backend does that, so `wait_all_ranks` changes nothing.
-        """
-        self._endpoint.communicator.barrier(timeout=self._endpoint.seconds(opts))
-
     def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Operation:
         """Reduces a sparse tensor of all ranks, on all ranks, in place."""
         return self.allreduce(tensors, opts)
@@ -202,4 +202,8 @@ def make(
     return made
 
 
+if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
+    dispatcher.show_calls(Group)
+    dispatcher.gather_by_name()
+torch_functions.replace()
 hide_from_dynamo(DeviceMethods, Group)

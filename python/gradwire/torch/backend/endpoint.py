@@ -10,9 +10,10 @@ import torch
 from torch.profiler import record_function
 
 from gradwire._communicator import Communicator
-from gradwire._errors import Error
+from gradwire._errors import Error, InvalidArgument
 from gradwire._launch import at_exit
 from gradwire.torch._step.completions import Completions
+from gradwire.torch.backend import cpp_holders
 from gradwire.torch.backend.devices import Devices
 from gradwire.torch.backend.mailbox import Mailbox
 from gradwire.torch.backend.operations import Done, Operation, Several, Waited
@@ -20,6 +21,8 @@ from gradwire.torch.backend.staging import Staging
 
 _THREAD_SECONDS = 2.0  # for a thread to end that nothing keeps any more
 _STRAY_SECONDS = 1.0  # for receives that nobody sent for, when the group is destroyed
+
+_DISAGREE = "all ranks must make the same calls in the same order"
 
 _NONE: Mapping[str, Any] = {}
 
@@ -39,6 +42,7 @@ class Endpoint:
         self._completions: dict[str, Completions] = {}
         self._lock = threading.Lock()
         self.calls = 0  # collectives that were begun
+        self._threads: dict[int, str] = {}  # that began them, by name
         self._batch = _Batch()
         at_exit.close_first(self)
 
@@ -71,10 +75,15 @@ class Endpoint:
         torch's profiler shows the call, which for blocking ones includes the wait.
         """
         self.calls += 1
-        if not torch.autograd._profiler_enabled():
-            return self._run(call, options, results, staging)
-        with record_function(f"gradwire:{getattr(call, 'func', call).__name__}"):
-            return self._run(call, options, results, staging)
+        if (ident := threading.get_ident()) not in self._threads:
+            self._threads[ident] = threading.current_thread().name
+        try:
+            if not torch.autograd._profiler_enabled():
+                return self._run(call, options, results, staging)
+            with record_function(f"gradwire:{getattr(call, 'func', call).__name__}"):
+                return self._run(call, options, results, staging)
+        except InvalidArgument as error:
+            raise self.explained(error) from None
 
     def _run(
         self,
@@ -89,10 +98,10 @@ class Endpoint:
         call(timeout=timeout)
         over = Done()
         if staging is None:
-            return Operation(over, results, self.completions)
+            return Operation(over, results, self)
         if staging.late:
             staging.finish()
-        return Operation(over, results, self.completions, staging.stream(over))
+        return Operation(over, results, self, staging.stream(over))
 
     def operation(
         self,
@@ -105,7 +114,7 @@ class Endpoint:
         if staging is not None:
             whole, stream = staging.finished(work), staging.stream(work)
         self.begun(whole)
-        return Operation(whole, results, self.completions, stream)
+        return Operation(whole, results, self, stream)
 
     def begun(self, work: Waited) -> None:
         """Adds a work to the batch of this thread, if there is one."""
@@ -118,6 +127,17 @@ class Endpoint:
         if given is None or given.days < 0:  # torch's "unset" is -1 ms
             return self.timeout
         return float(given.total_seconds())
+
+    def explained(self, error: Exception) -> Exception:
+        """The error; if ranks made different calls, with the threads from which they may come."""
+        if len(self._threads) < 2 or _DISAGREE not in str(error):
+            return error
+        return InvalidArgument(
+            f"{error}; {len(self._threads)} threads of rank {self.communicator.rank} have called "
+            f"this process group ({', '.join(sorted(self._threads.values()))}), and at once they "
+            "do so in another order on each rank: give each thread a group of its own, by "
+            "new_group(); for checkpoints, gradwire.torch.async_save() has one"
+        )
 
     def completions(self, purpose: str = "group") -> Completions:
         """The threads that complete futures, in turn for each purpose."""
@@ -143,11 +163,9 @@ class Endpoint:
         self.begun(whole)
         streams = [each.stream for each in operations if each.stream is not None]
         if not streams:
-            return Operation(whole, results, self.completions)
+            return Operation(whole, results, self)
         all_enqueued = all(each.enqueued for each in streams)
-        return Operation(
-            whole, results, self.completions, streams[0]._replace(enqueued=all_enqueued)
-        )
+        return Operation(whole, results, self, streams[0]._replace(enqueued=all_enqueued))
 
     def abort(self) -> None:
         """Ends every call of this group, here and on all ranks."""
@@ -184,8 +202,18 @@ class Endpoint:
             self.communicator.close()
 
     def _end_threads(self) -> None:
+        cpp_holders.release()
         self.mailbox.close(_THREAD_SECONDS)
         with self._lock:
             ended, self._completions = list(self._completions.values()), {}
         for each in ended:
             each.close(_THREAD_SECONDS)
+
+
+def endpoint_of(group: Any) -> Any:
+    """The caller's end of a group of the backend gradwire; None for other groups."""
+    for device in getattr(group, "_device_types", ()):
+        endpoint = getattr(group._get_backend(device), "_endpoint", None)
+        if endpoint is not None:
+            return endpoint
+    return None

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from gradwire._errors import InvalidArgument
 from gradwire.torch._step.completions import Completions, error_of
+from gradwire.torch.backend import cpp_holders
 
 _FOREVER = timedelta(0)  # torch's default of wait(): as long as the operation's own timeout
 
@@ -86,37 +88,74 @@ class ResultStream(NamedTuple):
     enqueued: bool  # the whole operation is on streams already, and no thread waits for it
 
 
+class Owner(Protocol):
+    """One rank's end of a process group."""
+
+    def completions(self, purpose: str) -> Completions:
+        """The threads that complete futures, in turn for each purpose."""
+
+    def explained(self, error: Exception) -> Exception:
+        """The error of an operation, with what the group knows of its cause."""
+
+
 class Operation(dist.Work):  # type: ignore[misc]
     """One operation of a process group; its results are in place once `wait` has returned.
 
-    Those on a GPU are in place for the stream that was current in `wait`.
+    Those on a GPU are in place for the stream that was current in `wait`. A future handed out
+    before is then complete, as is one that is asked for later: DDP's reducer relies on it.
     """
 
     def __init__(
         self,
         work: Waited,
         results: Sequence[torch.Tensor],
-        completions: Callable[[], Completions],
+        owner: Owner,
         stream: ResultStream | None = None,
+        purpose: str = "group",
     ) -> None:
-        """Takes the work, and what gives the threads on which a future completes.
+        """Takes the work of a call to `owner`; `stream` is that of results on a GPU.
 
-        `stream` is that of results on a GPU.
+        Its future completes in turn with those of the same purpose.
         """
         super().__init__()
-        self.work, self.results, self._completions = work, list(results), completions
-        self.stream = stream
+        cpp_holders.release()
+        self.work, self.results, self._owner = work, list(results), owner
+        self.stream, self._purpose = stream, purpose
         self._lock = threading.Lock()
         self._future: Any = None
+        self._told: threading.Event | None = None  # the future is complete
+        self._over = isinstance(work, Done)
+
+    def __del__(self, keep: Callable[[Any], None] = cpp_holders.keep) -> None:
+        keep(self)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Blocks until the results are there; raises gradwire's error, at every call."""
-        self.work.wait(timeout.total_seconds() or None)
+        try:
+            self._wait(timeout.total_seconds() or None)
+        finally:
+            self._end_wait()
         return True
+
+    def _wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the results are there, and no longer than `timeout` seconds."""
+        try:
+            return self.work.wait(timeout)
+        except InvalidArgument as error:
+            raise self._owner.explained(error) from None
+
+    def _end_wait(self) -> None:
+        """Waits for the future, unless it was the timeout that ended the wait for the results."""
+        if not self.work.done():
+            return
+        with self._lock:
+            self._over = True
+        if self._told is not None:
+            self._told.wait()
 
     def synchronize(self) -> None:
         """Blocks as `wait` does."""
-        self.work.wait()
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether the operation is over, successfully or with an error.
@@ -126,6 +165,7 @@ class Operation(dist.Work):  # type: ignore[misc]
         if not self.work.done():
             return False
         self.exception()  # copies results that are not in place yet
+        self._over = True
         return True
 
     def is_success(self) -> bool:
@@ -134,16 +174,11 @@ class Operation(dist.Work):  # type: ignore[misc]
 
     def exception(self) -> Exception | None:
         """The operation's error once it is over, or None."""
-        if self.work.done():
-            try:
-                self.work.wait()
-            except Exception as error:
-                return error
-        return None
+        return error_of(self._wait) if self.work.done() else None
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation writes."""
-        self.work.wait()
+        self.wait()
         return self.results
 
     def get_future(self) -> Any:
@@ -152,18 +187,24 @@ class Operation(dist.Work):  # type: ignore[misc]
             if self._future is not None:
                 return self._future
             made: Any = Future(devices=None if self.stream is None else [self.stream.stream.device])
-            self._future = made.then(_value)
+            self._future, self._told = made.then(_value), (told := threading.Event())
+            self._future.then(lambda _: told.set())  # before what the program adds
         self._submit(lambda error: self._complete(made, error))
         return self._future
 
     def _submit(self, finish: Callable[[Exception | None], None]) -> None:
-        """Has a thread call `finish` when the operation is over; at once if it is on a stream."""
-        if self.stream is None or not self.stream.enqueued:
-            self._completions().submit(self.work.wait, finish)
-            return
-        with torch.cuda.stream(self.stream.stream):
-            error = error_of(self.work.wait)
-        finish(error)
+        """Calls `finish` when the operation is over: at once where that is known or on a stream.
+
+        Otherwise a thread calls it.
+        """
+        if self.stream is not None and self.stream.enqueued:
+            with torch.cuda.stream(self.stream.stream):
+                error = error_of(self._wait)
+            finish(error)
+        elif self._over:
+            finish(error_of(self._wait))
+        else:
+            self._owner.completions(self._purpose).submit(self._wait, finish)
 
     def _complete(self, future: Any, error: Exception | None) -> None:
         if error is not None:
@@ -173,6 +214,7 @@ class Operation(dist.Work):  # type: ignore[misc]
         else:  # whoever waits for the future waits for what is on the stream now
             with torch.cuda.stream(self.stream.stream):
                 future.set_result(self.results)
+        cpp_holders.release()  # perhaps this operation
 
 
 class Matched(Waited, Protocol):
@@ -190,16 +232,16 @@ class Received(Operation):
         receive: Matched,
         work: Waited,
         results: Sequence[torch.Tensor],
-        completions: Callable[[], Completions],
+        owner: Owner,
         stream: ResultStream | None = None,
     ) -> None:
         """Takes the receive, and the work that it is part of."""
-        super().__init__(work, results, completions, stream)
+        super().__init__(work, results, owner, stream)
         self._receive = receive
 
     def source_rank(self) -> int:
         """The rank that sent the message."""
-        return int(self.work.wait())
+        return int(self._wait())
 
     _source_rank = source_rank
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -32,8 +31,7 @@ class PointToPoint:
         work = endpoint.mailbox.send(memory, _rank(endpoint, dstRank), _tag(tag), endpoint.timeout)
         endpoint.begun(work)
         # Futures complete in turn, and a receiver may be late.
-        completions = partial(endpoint.completions, f"to-{dstRank}")
-        return Operation(work, [tensor], completions, staging.stream(work))
+        return Operation(work, [tensor], endpoint, staging.stream(work), f"to-{dstRank}")
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Operation:
         """Begins to receive a tensor from a rank of the group."""
@@ -53,7 +51,7 @@ class PointToPoint:
         endpoint.mailbox.receive(receive)
         work = staging.finished(receive)
         endpoint.begun(work)
-        return Received(receive, work, [tensor], endpoint.completions, staging.stream(work))
+        return Received(receive, work, [tensor], endpoint, staging.stream(work))
 
 
 def _rank(endpoint: Endpoint, rank: int) -> int:
