@@ -17,6 +17,7 @@ except ModuleNotFoundError as _missing:
 
 from gradwire import _autoload
 from gradwire.torch import elastic
+from gradwire.torch._async_save import async_save
 from gradwire.torch._diloco import DiLoCo
 from gradwire.torch._downpour import Downpour
 from gradwire.torch._fsdp.state import FSDPState
@@ -54,6 +55,7 @@ __all__ = [
     "State",
     "Stats",
     "StepStats",
+    "async_save",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "comm_hook",
