@@ -83,7 +83,7 @@ class DiLoCo:
         communicator: Communicator | None = None,
         process_group: dist.ProcessGroup | None = None,
         clock: Callable[[], float] | None = None,
-        timeout: float = 300,
+        timeout: float | None = None,
     ) -> None:
         """Gives all ranks rank 0's parameters and buffers; every rank calls it, before training.
 
@@ -115,9 +115,9 @@ class DiLoCo:
 
         Without a communicator, `process_group` is used, torch's default group if None: the
         communicator of one of the backend gradwire, and otherwise one made over its ranks, with
-        `timeout` in seconds. A rank waits for the slowest one as long as the communicator's timeout
-        is. Raises RendezvousError, and InvalidArgument, on all ranks for settings or models that
-        differ between ranks.
+        `timeout` in seconds, the group's if None. A rank waits for the slowest one as long as the
+        communicator's timeout is. Raises RendezvousError, and InvalidArgument, on all ranks for
+        settings or models that differ between ranks.
         """
         require_feedback(feedback, rules)
         optimizers = checks.optimizers_of(inner_optimizer)

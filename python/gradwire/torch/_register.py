@@ -57,7 +57,7 @@ def register(
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     warm_up: int | None = None,
-    timeout: float = 300,
+    timeout: float | None = None,
 ) -> State:
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
@@ -101,8 +101,8 @@ def register(
     `clip_norm`, a backward that adds to an average delivered before is refused; accumulate within
     `no_sync`.
 
-    Without a communicator, one with `timeout` (seconds) is made over the ranks of
-    `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's can. Raises
+    Without a communicator, one with `timeout` (seconds; the group's if None) is made over the ranks
+    of `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's can. Raises
     RendezvousError, and InvalidArgument for an unknown codec or algorithm, for a communicator of
     another size or another order of ranks, and, on all ranks, when their settings differ or one of
     them cannot go on.
@@ -116,7 +116,8 @@ def register(
     require_model(ddp)
     require_settings(momentum, scaler, optimizer, feedback, rules)
     require_features(ddp.module, feedback)
-    arguments.seconds(timeout)
+    if timeout is not None:
+        arguments.seconds(timeout)
     if communicator is not None:
         arguments.instance(communicator, "communicator", Communicator, "a gradwire.Communicator")
     model = Model(ddp.module, dict(_averaged(ddp)))

@@ -34,7 +34,7 @@ def register_fsdp(
     min_elements: int = 1024,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    timeout: float = 300,
+    timeout: float | None = None,
 ) -> FSDPState:
     """Makes a model that `fully_shard` shards average gradients with gradwire; every rank calls it.
 
@@ -56,9 +56,9 @@ def register_fsdp(
     `set_requires_all_reduce(False)` between replicas.
 
     Groups of the backend gradwire are used as they are. Over those of other backends, which must be
-    able to exchange CPU tensors, communicators are made, with `timeout` in seconds. Raises
-    RendezvousError, and InvalidArgument for a model that cannot be supported, which the message
-    explains; on all ranks for settings that differ between ranks.
+    able to exchange CPU tensors, communicators are made, with `timeout` in seconds, the group's if
+    None. Raises RendezvousError, and InvalidArgument for a model that cannot be supported, which
+    the message explains; on all ranks for settings that differ between ranks.
 
     Backward raises gradwire's errors, which name the rank that failed. It raises Error when some
     parameters of a module have no gradient, unless FSDP gives them zeros

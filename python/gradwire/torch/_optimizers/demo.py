@@ -55,7 +55,7 @@ class DeMo(ReplicatedOptimizer):
         scaler: Scaler | None = None,
         communicator: Communicator | None = None,
         process_group: dist.ProcessGroup | None = None,
-        timeout: float = 300,
+        timeout: float | None = None,
     ) -> None:
         """Gives all ranks rank 0's parameters; every rank calls it, before training.
 

@@ -45,14 +45,15 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         scaler: Scaler | None,
         communicator: Communicator | None,
         process_group: dist.ProcessGroup | None,
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         """Gives all ranks rank 0's parameters; raises on all when `settings` differ."""
         self.closed, self.error, self._owns = False, None, False
         self._without_gradient: set[str] = set()  # of this rank, in the step under way
         self.steps = self.skipped_steps = 0
         self._loss_scale = LossScale(scaler)
-        seconds(timeout)
+        if timeout is not None:
+            seconds(timeout)
         super().__init__(params, defaults)
         self._names = listed.names(self.param_groups)
         self._check()
