@@ -29,14 +29,13 @@ from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._state import State
 from gradwire.torch._step.automatic import AUTO, choose
 from gradwire.torch._step.buckets import compressible
-from gradwire.torch._step.defaults import Model, settings
+from gradwire.torch._step.defaults import Model, settings, tell
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.guard import Guard
 from gradwire.torch._step.hook_state import HookState
 from gradwire.torch._step.join_tracker import JoinTracker
 from gradwire.torch._step.momentum import Momentum
-from gradwire.torch._step.optimizers import warn_of_own_momentum
-from gradwire.torch._step.rules import CodecChoice, Rules, Stages
+from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch._step.stats import Stats
 
 _log = logging.getLogger("gradwire")
@@ -169,15 +168,10 @@ def register(
     copy_without_hook(ddp, hooks)
     _states[ddp] = state
     state.why = chosen.why
-    if chosen.unused and communicator.rank == 0:
-        _log.warning(
-            "all gradients of the model stay in int8 and codec=%r changes nothing, since the model "
-            "has no layers between the first and the last: to send these in it, too, give rules=, "
-            "or warm_up=0 with codec=gradwire.torch.Stages(...)",
-            str(codec),
-        )
     if communicator.rank == 0:
-        _tell(ddp, state, None if momentum else optimizer)
+        tell(chosen, None if momentum else optimizer)
+        if state._rules.compresses:
+            _warn_of_other_types(ddp)
     return state
 
 
@@ -204,18 +198,6 @@ def _state_of(model: Any) -> HookState:
     if model not in _states:
         raise InvalidArgument("the model has no hook of gradwire's: call register() first")
     return _states[model]
-
-
-def _tell(
-    ddp: DistributedDataParallel, state: State, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Logs what was chosen, and what it does not suit; `optimizer` may have momentum of its own."""
-    if state.why:
-        _log.info("%s", state.why)
-    if state.why and isinstance(state.codec, Stages) and optimizer is not None:
-        warn_of_own_momentum(optimizer, state.codec.codecs[-1])
-    if state._rules.compresses:
-        _warn_of_other_types(ddp)
 
 
 def _averaged(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -19,6 +19,7 @@ from gradwire.torch._fsdp.hooks import PartReduceScatter, ReplicaAllReduce
 from gradwire.torch._fsdp.shards import ShardedModule, require_supported, sharded_modules
 from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._ranks.group import communicator_over
+from gradwire.torch._step.defaults import Model, settings, tell
 from gradwire.torch._step.gradient_scale import Scaler
 from gradwire.torch._step.payloads import Payloads
 from gradwire.torch._step.rules import CodecChoice, Rules
@@ -34,6 +35,7 @@ def register_fsdp(
     min_elements: int = 1024,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    warm_up: int | None = None,
     timeout: float | None = None,
 ) -> FSDPState:
     """Makes a model that `fully_shard` shards average gradients with gradwire; every rank calls it.
@@ -47,11 +49,11 @@ def register_fsdp(
     decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
     2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
 
-    `codec`, `feedback`, `rules`, `scaler` and `optimizer` are as in `register` with ``warm_up=0``,
-    and so is what happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`.
-    Names in rules are those of ``model.named_parameters()``. Parameters of fewer than
-    `min_elements` elements (with replicas: shards of fewer) travel uncompressed where the codec is
-    biased, and with `gather_codec`. A step is a backward whose gradients are synchronised: with
+    `codec`, `feedback`, `rules`, `scaler`, `optimizer` and `warm_up` are as in `register`, and so
+    is what happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in
+    rules are those of ``model.named_parameters()``. Parameters of fewer than `min_elements`
+    elements (with replicas: shards of fewer) travel uncompressed where the codec is biased, and
+    with `gather_codec`. A step is a backward whose gradients are synchronised: with
     `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
     `set_requires_all_reduce(False)` between replicas.
 
@@ -70,6 +72,9 @@ def register_fsdp(
     modules = _modules(model)
     require_settings(None, scaler, optimizer, feedback, rules)
     Rules(codec, rules, min_elements)  # refuses an unknown codec before the ranks meet
+    chosen = settings(
+        Model(model, dict(model.named_parameters())), codec, rules, warm_up, min_elements
+    )
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
     replicas = first.replicate_group
@@ -82,11 +87,11 @@ def register_fsdp(
     make = partial(
         FSDPState,
         over,
-        codec,
+        chosen.codec,
         [shard for each in modules for shard in each.shards],
         shard_group=None if replicas is None else first.shard_group,
         feedback=feedback,
-        rules=rules,
+        rules=chosen.rules,
         min_elements=min_elements,
         scaler=scaler,
         optimizer=optimizer,
@@ -99,9 +104,13 @@ def register_fsdp(
         group=None if replicas is None else first.shard_group,
         gather_codec=gather_codec,
         min_elements=min_elements,
+        warm_up=warm_up,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
     )
+    state.why = chosen.why
+    if over.rank == 0:
+        tell(chosen, optimizer)
     for each in modules:
         _install(each, state)
         if payloads is not None:

@@ -50,7 +50,7 @@ def sharded(mesh: DeviceMesh, make: Callable[[], nn.Module] = layers, **options:
 def registered(mesh: DeviceMesh, codec: Any, **options: Any) -> tuple[Any, FSDPState]:
     """A sharded model, and its hooks' state; small layers are compressed too."""
     module = sharded(mesh)
-    return module, register_fsdp(module, codec, **{"min_elements": 0, **options})
+    return module, register_fsdp(module, codec, **{"min_elements": 0, "warm_up": 0, **options})
 
 
 def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

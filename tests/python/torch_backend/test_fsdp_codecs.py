@@ -63,6 +63,29 @@ def test_without_codecs_it_is_torchs_training(pool: Pool) -> None:
     pool.run(without_codecs)
 
 
+def begins_later() -> None:
+    for mesh in meshes().values():
+        module, state = registered(mesh, "onebit", warm_up=2)
+        by_hand = Stages((0, "int8"), (2, "onebit"))
+        other, its = registered(mesh, by_hand, rules=[("[!2].*", "int8"), ("*.bias", "int8")])
+        found = []
+        for step in range(4):
+            for each in (module, other):
+                backward(each, step)
+            codecs = state.stats().codecs.items()
+            found.append({name: each.parameters for name, each in codecs})
+        assert found == [{"int8": 6}] * 2 + [{"int8": 5, "onebit": 1}] * 2
+        for one, twin in zip(module.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local(), twin.grad.to_local())
+        assert state.why.startswith("onebit after 2 steps in int8")
+        state.close()
+        its.close()
+
+
+def test_biased_codecs_begin_after_a_warm_up_as_under_ddp(pool: Pool) -> None:
+    pool.run(begins_later)
+
+
 def conserves() -> None:
     for name, mesh in meshes().items():
         codecs = (*LOSSY, "lowrank:rank=2") if name == "replicas" else LOSSY
@@ -101,7 +124,7 @@ def beside_tensor_parallelism() -> None:
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(module, mesh["tensor"], plan)
     fully_shard(module, mesh=mesh["data"])
-    state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0)
+    state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0, warm_up=0)
     books = Books(module)
     for step in range(4):
         x, y = batch(step, mesh.get_local_rank("data"))
@@ -134,7 +157,7 @@ def recomputed_or_compiled() -> None:
     for mesh in meshes().values():
         for make in (Recomputed, layers):
             module = sharded(mesh, make)
-            state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0)
+            state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0, warm_up=0)
             books = Books(module)
             called = module if make is Recomputed else torch.compile(module, backend="aot_eager")
             for step in range(3):
@@ -161,7 +184,7 @@ class Nested(nn.Module):
 
 def other_backwards() -> None:
     module = sharded(own_mesh(), Nested)
-    register_fsdp(module, "onebit", min_elements=0)
+    register_fsdp(module, "onebit", min_elements=0, warm_up=0)
     with pytest.raises(gradwire.InvalidArgument, match="use_reentrant=False"):
         backward(module, 0)
     module, _ = registered(own_mesh(), "onebit")
@@ -202,7 +225,7 @@ def wide() -> nn.Sequential:
 def sent(codec: str, gather_codec: str | None, mesh: Any) -> tuple[float, int]:
     """The ratio of bytes in reductions, and the bytes of a step's gathers and reductions."""
     module = sharded(mesh, wide)
-    state = register_fsdp(module, codec, gather_codec=gather_codec)
+    state = register_fsdp(module, codec, gather_codec=gather_codec, warm_up=0)
     backward(module, 0)
     before = state.communicator.traffic.bytes_sent
     backward(module, 1)
@@ -307,7 +330,9 @@ def in_16_bits() -> None:
             losses = []
             for codec, gather_codec in (("none", None), ("onebit", "int8")):
                 module = sharded(mesh, mp_policy=policy)
-                state = register_fsdp(module, codec, gather_codec=gather_codec, min_elements=0)
+                state = register_fsdp(
+                    module, codec, gather_codec=gather_codec, min_elements=0, warm_up=0
+                )
                 losses.append(train(module, range(8), lr=0.05))
                 if codec == "onebit":
                     assert state.feedback is not None

@@ -131,7 +131,7 @@ def second_dimension(parameter: nn.Parameter) -> Any:
 def resized() -> None:
     for placement in (None, second_dimension):
         module = sharded(own_mesh(), shard_placement_fn=placement)
-        state = register_fsdp(module, "onebit", min_elements=0)
+        state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
         train(module, range(3))
         before = residual_sums(state)
         gathered = gather_state_dict(state)
@@ -139,7 +139,7 @@ def resized() -> None:
         half = dist.new_group([0, 1])
         if dist.get_rank() < 2:
             smaller = sharded(DeviceMesh.from_group(half, "cpu"), shard_placement_fn=placement)
-            its = register_fsdp(smaller, "onebit", min_elements=0)
+            its = register_fsdp(smaller, "onebit", min_elements=0, warm_up=0)
             scatter_state_dict(its, gathered)
             for name, whole in residual_sums(its, half).items():
                 assert torch.allclose(whole, before[name] / 2, atol=1e-6), name
@@ -163,7 +163,7 @@ def alone() -> None:
     for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
         assert torch.allclose(ours, theirs + (ours.shape == (90,)))
     assert state.steps == 1
-    again = register_fsdp(module, "onebit", min_elements=0)
+    again = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
     backward(module, 1)
     assert (state.steps, again.steps) == (1, 1)
     again.close()
@@ -208,7 +208,12 @@ def scaled() -> None:
             scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
             state = register_fsdp(
-                module, "onebit", min_elements=0, scaler=scaler, optimizer=optimizer
+                module,
+                "onebit",
+                min_elements=0,
+                warm_up=0,
+                scaler=scaler,
+                optimizer=optimizer,
             )
             for step in range(6):
                 optimizer.zero_grad()
@@ -296,13 +301,13 @@ class Branches(nn.Module):
 
 def unused() -> None:
     module = fully_shard(Branches(), mesh=own_mesh())
-    state = register_fsdp(module, "onebit", min_elements=0)
+    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
     with pytest.raises(gradwire.Error, match="set_reduce_scatter_unused_params"):
         backward(module, 0)
     state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
     module.set_reduce_scatter_unused_params(True)
-    state = register_fsdp(module, "onebit", min_elements=0)
+    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
     books = Books(module)
     for step in range(4):
         backward(module, step)
@@ -310,7 +315,7 @@ def unused() -> None:
     state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
     module.unused.requires_grad_(False)
-    state = register_fsdp(module, "onebit", min_elements=0)
+    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
     backward(module, 0)
     assert state.feedback is not None
     assert not any(key.startswith("unused") for key in state.feedback.keys())  # noqa: SIM118
@@ -346,7 +351,9 @@ def registered_again() -> None:
         books = Books(module)
         train(module, range(2))
         state.close()
-        again = register_fsdp(module, "topk:density=0.1", feedback=state.feedback, min_elements=0)
+        again = register_fsdp(
+            module, "topk:density=0.1", feedback=state.feedback, min_elements=0, warm_up=0
+        )
         for each in books.modules:
             books.wrap(each)
         train(module, range(2, 4))
@@ -396,6 +403,7 @@ def refused() -> None:
         (lambda: register_fsdp(DistributedDataParallel(layers())), "DistributedDataParallel"),
         (lambda: registered(mesh, "nosuch"), "nosuch"),
         (lambda: registered(mesh, "lowrank"), "mesh of two dimensions"),
+        (lambda: registered(mesh, "lowrank", warm_up=None), "mesh of two dimensions"),
         (lambda: registered(mesh, "none", gather_codec="onebit"), "int8"),
         (lambda: registered(mesh, "int8", rules=[("9.*", "none")]), "no parameter"),
         (

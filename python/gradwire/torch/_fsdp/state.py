@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class FSDPState(HookState):
         found = super().should_stop()
         if self._shard_group is None or self._shard_group.size() == 1:
             return found
-        flag = torch.tensor([found], dtype=torch.uint8)
+        flag = torch.tensor([found], dtype=torch.uint8, device="cpu")
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._shard_group)
         return bool(flag.item())
 
@@ -124,7 +125,7 @@ class FSDPState(HookState):
         for key in self._names.values():
             name = key if key in norms else key.rpartition("[")[0]
             kept = self.feedback.residual(key) if self.feedback is not None else ()
-            norms[name] = float(torch.hypot(torch.tensor(norms[name]), _norm(kept)))
+            norms[name] = math.hypot(norms[name], _norm(kept))
         for each in self._shards:
             step = max(self.steps - 1, 0)
             codec = self._rules.codec(each.name, self._compared(each), step)
@@ -137,7 +138,7 @@ class FSDPState(HookState):
         return shard.elements
 
     def _require_uncompounded(self) -> None:
-        for choice in self._rules.at_first():
+        for choice in self._rules.codecs(0):
             if str(choice).startswith("lowrank"):
                 raise InvalidArgument(
                     f"codec '{choice}' is for all_reduce, and a model without replicas has "
@@ -153,5 +154,5 @@ def _votes(communicator: Communicator, shard_group: dist.ProcessGroup | None) ->
     return votes
 
 
-def _norm(values: Any) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=torch.float64).norm().float()
+def _norm(values: Any) -> float:
+    return float(torch.as_tensor(values, dtype=torch.float64, device="cpu").norm())

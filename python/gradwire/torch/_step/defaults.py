@@ -8,6 +8,7 @@ matrix stay in int8, as in the settings that docs/compression.md measures.
 from __future__ import annotations
 
 import glob
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,8 +20,10 @@ from gradwire._base import arguments
 from gradwire._calls.reductions import native
 from gradwire._errors import InvalidArgument
 from gradwire.codec import Codec, NativeCodec
+from gradwire.torch._step.optimizers import warn_of_own_momentum
 from gradwire.torch._step.rules import CodecChoice, Stages
 
+_log = logging.getLogger("gradwire")
 START = "int8"
 # With 562 and 374 steps of int8 onebit came within 0.3 points of dense training's accuracy in
 # docs/compression.md. torch's PowerSGD hook waits for 1,000.
@@ -34,6 +37,26 @@ class Settings(NamedTuple):
     rules: Sequence[tuple[str, CodecChoice]]
     why: str = ""
     unused: bool = False  # the codec: every element stays in START
+
+    @property
+    def last(self) -> object:
+        """The codec after the warm-up."""
+        return self.codec.codecs[-1] if isinstance(self.codec, Stages) else self.codec
+
+
+def tell(chosen: Settings, optimizer: torch.optim.Optimizer | None) -> None:
+    """Logs what was chosen, and what it does not suit; `optimizer` may have momentum of its own."""
+    if chosen.unused:
+        _log.warning(
+            "all gradients of the model stay in int8 and codec=%r changes nothing, since the model "
+            "has no layers between the first and the last: to send these in it, too, give rules=, "
+            "or warm_up=0 with codec=gradwire.torch.Stages(...)",
+            str(chosen.last),
+        )
+    if chosen.why:
+        _log.info("%s", chosen.why)
+    if chosen.why and isinstance(chosen.codec, Stages) and optimizer is not None:
+        warn_of_own_momentum(optimizer, chosen.last)
 
 
 class Model(NamedTuple):

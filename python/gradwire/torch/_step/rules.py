@@ -101,16 +101,14 @@ class Rules:
 
     def biased(self, step: int) -> CodecLike | None:
         """A codec of that step that is biased, or of any stage; None without one."""
-        for _, choice in self._rules:
-            codecs = choice.codecs if isinstance(choice, Stages) else [self._at(choice, step)]
-            for codec in codecs:
-                if is_biased(codec):
-                    return codec
-        return None
+        return next(filter(is_biased, self.codecs(step)), None)
 
-    def at_first(self) -> list[CodecLike]:
-        """The codecs of the first step."""
-        return [codec_at(each, 0) for _, each in self._rules]
+    def codecs(self, step: int) -> list[CodecLike]:
+        """The codecs of that step, and of all stages."""
+        found: list[CodecLike] = []
+        for _, choice in self._rules:
+            found += choice.codecs if isinstance(choice, Stages) else [self._at(choice, step)]
+        return found
 
     def default(self, step: int) -> CodecLike:
         """The codec of gradients whose parameters have no names."""
