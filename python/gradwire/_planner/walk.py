@@ -149,7 +149,7 @@ def _sample(torch: Any, text: str) -> Any:
     kind = getattr(torch, dtype or _DEFAULT_DTYPE, None)
     if min(sides) < 1 or not isinstance(kind, torch.dtype):
         raise InvalidArgument(f"sample {text!r:.80} is no shape: give 3,224,224 or 1024:int64")
-    return torch.empty((_BATCH, *sides), dtype=kind)
+    return torch.empty((_BATCH, *sides), dtype=kind, device="meta")
 
 
 def _layer(

@@ -65,6 +65,6 @@ def on_host(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [
         cuda_staging.host_memory(each.shape, torch.float32)
         if each.is_cuda
-        else torch.empty(each.shape, dtype=torch.float32)
+        else torch.empty(each.shape, dtype=torch.float32, device="cpu")
         for each in parameters
     ]

@@ -74,7 +74,7 @@ class Sandblaster(serve.Sandblaster):
                 raise InvalidArgument(f"batch={batch} samples: there are {self._samples}")
             size = max(1, batch // self._portion)
             draw = torch.Generator().manual_seed(arguments.whole(seed, "seed", bits=64))
-            self._order = torch.randperm(self._samples, generator=draw)
+            self._order = torch.randperm(self._samples, generator=draw, device="cpu")
         # Portions are equal but for one sample, so that this is the mean number of a batch's.
         self._divisor = size * self._samples / self._number
         self._loss = loss
@@ -107,7 +107,10 @@ class Sandblaster(serve.Sandblaster):
     def _differentiate(self, _: Any, portion: int) -> tuple[float, list[Any]]:
         """The share of a portion in the mean loss, and its gradients on the CPU."""
         first, last = (each * self._samples // self._number for each in (portion, portion + 1))
-        indices = torch.arange(first, last) if self._order is None else self._order[first:last]
+        if self._order is None:
+            indices = torch.arange(first, last, device="cpu")
+        else:
+            indices = self._order[first:last]
         with torch.enable_grad():
             loss = self._loss(indices) / self._divisor
             found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -123,5 +126,5 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         memory = cuda_staging.host_memory(tensor.shape, tensor.dtype)
     else:
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory.copy_(tensor.detach())

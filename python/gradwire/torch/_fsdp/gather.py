@@ -63,14 +63,14 @@ class PayloadAllGather(Buffers):
     def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
         runs = self._runs(input_tensor)
         size, total = self._communicator.size, runs[-1].end_byte
-        payload = torch.empty(total, dtype=torch.uint8)
+        payload = torch.empty(total, dtype=torch.uint8, device="cpu")
         for run in runs:
             given, coded = input_tensor[run.first : run.end], payload[run.first_byte : run.end_byte]
             if run.is_coded:
                 self._payloads.encode(given, coded)
             else:
                 coded.copy_(given.view(torch.uint8))
-        gathered = torch.empty(size * total, dtype=torch.uint8)
+        gathered = torch.empty(size * total, dtype=torch.uint8, device="cpu")
         self._communicator.all_gather(payload, out=gathered, check="size")
         blocks = output_tensor.view(size, -1)
         for block, its in zip(blocks, gathered.view(size, -1), strict=True):

@@ -123,7 +123,9 @@ class PartReduceScatter(Buffers):
         communicator = self._steps.communicator
         size = communicator.size
         result = torch.empty(
-            sum(each.numel() for each in call.arrays) // size, dtype=call.arrays[0].dtype
+            sum(each.numel() for each in call.arrays) // size,
+            dtype=call.arrays[0].dtype,
+            device="cpu",
         )
         communicator.reduce_scatter(
             _packed(call, given, size),

@@ -113,7 +113,7 @@ def _cut_anew(
         return {}
     dim, shape = shard.dim, shard.whole_shape
     part_shape = _part_shape(shape, dim, before)
-    blank = torch.zeros(part_shape)
+    blank = torch.zeros(part_shape, dtype=torch.float32, device="cpu")
     blocks = [
         blank if each is None else each["residual"].float().view(part_shape) for each in parts
     ]

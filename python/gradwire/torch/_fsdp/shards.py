@@ -175,4 +175,4 @@ def require_supported(modules: Sequence[ShardedModule]) -> None:
 
 def empty(shape: Sequence[int]) -> torch.Tensor:
     """A tensor of a shape and without memory."""
-    return torch.empty(tuple(shape), device="meta")
+    return torch.empty(tuple(shape), dtype=torch.float32, device="meta")

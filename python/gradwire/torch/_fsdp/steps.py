@@ -123,7 +123,7 @@ class ShardSteps:
         """Whether all ranks' results are finite, if that decides over residuals."""
         if self.state.feedback is None or not self.state.is_counted:
             return self._finite
-        flag = torch.tensor([self._finite], dtype=torch.uint8)
+        flag = torch.tensor([self._finite], dtype=torch.uint8, device="cpu")
         for vote in self._votes:
             vote(flag)
         return bool(flag.item())

@@ -33,8 +33,7 @@ def factor(norm: float, limit: float) -> float:
 
 def clamp(values: torch.Tensor, most: float) -> torch.Tensor:
     """Limits each element's magnitude, in place."""
-    extremes = torch.stack(torch.aminmax(values)).abs() if values.numel() else torch.zeros(1)
-    largest = float(extremes.max())
+    largest = float(torch.stack(torch.aminmax(values)).abs().max()) if values.numel() else 0.0
     return values.clamp_(-most, most) if math.isfinite(largest) and largest > most else values
 
 

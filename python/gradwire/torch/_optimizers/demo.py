@@ -169,6 +169,6 @@ class _Part(NamedTuple):
 
     def rest(self) -> torch.Tensor:
         """The momentum without what was sent."""
-        sent = torch.zeros(self.tiles.count, self.tiles.elements, device=self.values.device)
+        sent = self.values.new_zeros(self.tiles.count, self.tiles.elements)
         sent.scatter_(1, self.own_places, self.values)
         return self.momentum - self.tiles.restore(sent)

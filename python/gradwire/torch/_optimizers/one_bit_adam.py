@@ -220,7 +220,7 @@ class OneBitAdam(ExchangingOptimizer):
         state = self.state[parameter]
         if "anchor" not in state:
             anchor = parameter.detach().clone()
-            state.update(anchor=anchor, left=torch.tensor(1.0), length=torch.tensor(0.0))
+            state.update(anchor=anchor, left=_scalar(1.0), length=_scalar(0.0))
         left, length = self._step_sizes(state, group)
         state["step"] += 1
         state["left"] *= left
@@ -270,7 +270,7 @@ class OneBitAdam(ExchangingOptimizer):
         state = self.state[parameter]
         if not state:
             zeros = torch.zeros_like(gradient)
-            state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+            state.update(step=_scalar(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
         state["step"] += 1
         step, lr, (beta1, beta2) = state["step"].item(), float(group["lr"]), group["betas"]
         parameter.mul_(1 - lr * group["weight_decay"])
@@ -300,3 +300,8 @@ class OneBitAdam(ExchangingOptimizer):
         factor = clipping.factor(float(norm[0]), self._clip_norm)
         if factor != 1:
             torch._foreach_mul_(gradients, factor)
+
+
+def _scalar(value: float) -> torch.Tensor:
+    """A number of an optimizer's state, which torch keeps as tensors on the CPU."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

@@ -154,7 +154,7 @@ class AccumulationCheck:
 
 def pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Memory of the host into which a stream copies without waiting."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:

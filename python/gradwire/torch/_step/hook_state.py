@@ -188,7 +188,7 @@ class HookState:
         """The codec of each parameter in the last step, its elements and its residual's norm."""
         for parameter, name in self._names.items():
             kept = self.feedback.residual(name) if self.feedback is not None else ()
-            norm = float(torch.as_tensor(kept).double().norm())
+            norm = float(torch.as_tensor(kept, dtype=torch.float64, device="cpu").norm())
             yield self._codec_of(name, parameter), gradient_elements(parameter), norm
 
     def _codec_of(self, name: str, parameter: torch.Tensor) -> CodecLike:

@@ -24,7 +24,7 @@ class JoinTracker:
         self._ddp = weakref.ref(ddp)
         self._forward = False  # whether a forward ran since the last step began
         self._trains = False
-        self._count = torch.zeros(1, dtype=torch.int64)
+        self._count = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
     def in_join(self) -> bool:
@@ -52,7 +52,8 @@ class JoinTracker:
 
     def agree_on_scale(self, communicator: Communicator, scale: GradientScale) -> GradientScale:
         """The scale of the ranks that train: the others no longer follow scaler and optimizer."""
-        own = torch.tensor([scale.loss_scale, *scale.rates], dtype=torch.float64)
+        scales = [scale.loss_scale, *scale.rates]
+        own = torch.tensor(scales, dtype=torch.float64, device="cpu")
         agreed = own * self._trains
         communicator.all_reduce(agreed, op="max")
         loss_scale, *rates = agreed.tolist()
@@ -60,7 +61,7 @@ class JoinTracker:
 
     def share_count(self, communicator: Communicator) -> Work:
         """Tells the other ranks whether this one trains in this step."""
-        self._count = torch.tensor([int(self._trains)])
+        self._count = torch.tensor([self._trains], dtype=torch.int64, device="cpu")
         work: Work = communicator.all_reduce(self._count, op="sum", async_op=True)
         return work
 

@@ -47,7 +47,7 @@ class Payloads:
         """Writes a payload's elements into a tensor, rounded to its dtype."""
         y = tensor.detach()
         if y.dtype is not torch.float32 or not y.is_contiguous():
-            y = torch.empty(tensor.shape, dtype=torch.float32)
+            y = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         self._codec.decode(payload.data_ptr(), y.numel(), y.data_ptr())
         if y.data_ptr() != tensor.data_ptr():
             with torch.no_grad():

@@ -20,7 +20,7 @@ class UnusedParameters:
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
         self._index = {name: i for i, name in enumerate(names.values())}
-        self._map = torch.zeros(len(self._index), dtype=torch.uint8)
+        self._map = torch.zeros(len(self._index), dtype=torch.uint8, device="cpu")
         self._shared = self._map
         used = weakref.ref(self)
         for parameter, name in names.items():

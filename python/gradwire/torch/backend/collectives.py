@@ -109,7 +109,7 @@ class Collectives:
         if payloads is None:
             return flat(staging.read(given)), flat(staging.write(output))
         x = staging.read_bytes(given, payloads)
-        made = torch.empty(self._endpoint.communicator.size, x.numel(), dtype=torch.uint8)
+        made = x.new_empty(self._endpoint.communicator.size, x.numel())
         blocks = flat(staging.write(output)).view(len(made), -1)
         for block, payload in zip(blocks, made, strict=True):
             staging.decoded(block, payload, payloads)

@@ -131,4 +131,4 @@ class _BroughtBack(Finished):
 
 def host_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Pinned memory, which torch reuses when the copies of its streams are over."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)

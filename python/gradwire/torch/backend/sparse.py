@@ -31,7 +31,8 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
     staging = endpoint.staging("all_reduce of sparse tensors", tensor)
     own = tensor.detach().cpu().coalesce()
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
-    counts = comm.all_gather(torch.tensor([len(values)]), timeout=timeout).tolist()
+    count = torch.tensor([len(values)], dtype=torch.int64, device="cpu")
+    counts = comm.all_gather(count, timeout=timeout).tolist()
     all_indices = [indices.new_empty(count, indices.shape[1]) for count in counts]
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
     works = [
@@ -44,7 +45,11 @@ def all_reduce_sparse(endpoint: Endpoint, tensor: torch.Tensor, options: Any) ->
         if op["op"] == "avg":
             summed = summed / comm.size
         made = torch.sparse_coo_tensor(
-            torch.cat(all_indices).t(), summed, tensor.shape, check_invariants=True
+            torch.cat(all_indices).t(),
+            summed,
+            tensor.shape,
+            device=summed.device,
+            check_invariants=True,
         )
         with torch.no_grad():
             tensor.copy_(made.coalesce().to(tensor.device))

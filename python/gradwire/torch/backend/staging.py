@@ -50,7 +50,7 @@ class Staging:
         given = self.read(tensor)
         if payloads is None:
             return as_bytes(given)
-        made = torch.empty(payloads.size(given.numel()), dtype=torch.uint8)
+        made = torch.empty(payloads.size(given.numel()), dtype=torch.uint8, device="cpu")
         payloads.encode(given, made)
         return made
 
@@ -59,7 +59,7 @@ class Staging:
         given = self.write(tensor)
         if payloads is None:
             return as_bytes(given)
-        made = torch.empty(payloads.size(given.numel()), dtype=torch.uint8)
+        made = torch.empty(payloads.size(given.numel()), dtype=torch.uint8, device="cpu")
         return self.decoded(given, made, payloads)
 
     def decoded(self, tensor: torch.Tensor, made: torch.Tensor, payloads: Payloads) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Averager:
         assert self._residuals is not None
         sizes = {name: gradient_elements(each) for each, name in self._names.items()}
         kept = {
-            name: {**each, "residual": torch.zeros(sizes[name])}
+            name: {**each, "residual": torch.zeros(sizes[name], dtype=torch.float32, device="cpu")}
             for name, each in saved["feedback"].items()
         }
         self._residuals.load_state_dict({**saved, "feedback": kept})

@@ -51,7 +51,10 @@ class Sampler:
         self.shuffle = arguments.flag(shuffle, "shuffle")
         self.seed = arguments.whole(seed, "seed", least=0)
         self.position = 0
-        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._order: tuple[int, torch.Tensor] = (
+            -1,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def epoch(self) -> int:
@@ -102,10 +105,10 @@ class Sampler:
 
     def _slice(self, epoch: int, first: int, last: int) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(first, last)
+            return torch.arange(first, last, device="cpu")
         if self._order[0] != epoch:
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._order = epoch, torch.randperm(self.size, generator=random)
+            self._order = epoch, torch.randperm(self.size, generator=random, device="cpu")
         return self._order[1][first:last].clone()  # the loop may change it
 
 

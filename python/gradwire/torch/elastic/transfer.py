@@ -45,7 +45,7 @@ def share(
     )
     if not has_it:
         check(packed)
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in slots]
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in slots]
     lines = [each.view(-1).view(torch.uint8) for each in tensors]
     if len(holders) == 1:
         for line in filter(len, lines):
@@ -95,7 +95,9 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
 def _line_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, contiguous; NumPy has strides of 0 for one element or none."""
     own = tensor.detach().cpu().contiguous()
-    return torch.empty(own.shape, dtype=own.dtype).copy_(own) if own.numel() < 2 else own
+    return (
+        torch.empty(own.shape, dtype=own.dtype, device="cpu").copy_(own) if own.numel() < 2 else own
+    )
 
 
 def unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
