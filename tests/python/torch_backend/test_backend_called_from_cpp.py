@@ -149,16 +149,17 @@ def test_the_registry_of_works_waits_for_those_that_python_has_dropped(pool: Poo
 def release() -> None:
     cpp_holders.release()
     kept = len(cpp_holders._kept)
-    x = torch.ones(3)
-    work = dist.all_reduce(x, async_op=True)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
     work.wait()
     dropped = weakref.ref(work)
     del work
     assert dropped() is None
-    register([x])
-    if not WRAPS:
-        assert len(cpp_holders._kept) == kept + 1
-    _functional.wait_tensor(x)
+    boxed = dist.all_reduce(x := torch.ones(3), async_op=True).boxed()  # the C++ half alone
+    gc.collect()
+    assert len(cpp_holders._kept) == kept + (not WRAPS)
+    dist.Work.unbox(boxed).wait()
+    assert x.tolist() == [float(dist.get_world_size())] * 3
+    del boxed
     dist.barrier()
     assert len(cpp_holders._kept) == kept
 
@@ -192,6 +193,18 @@ def functional() -> None:
     blocks = [2] * size
     exchanged = wait(_functional.all_to_all_single(by_rank, blocks, blocks, name))
     assert exchanged.tolist() == [float(rank)] * (2 * size)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = torch.zeros(2)
+    wait(_functional.isend(own, after, 0, name))
+    wait(_functional.irecv(got, before, 0, name))
+    assert got.tolist() == [float(before)] * 2
+    if hasattr(_functional, "batch_p2p_ops"):
+        pair = [own, torch.zeros(2)]
+        for each in _functional.batch_p2p_ops(
+            ["isend", "irecv"], [after, before], [1, 1], pair, name
+        ):
+            wait(each)
+        assert pair[1].tolist() == [float(before)] * 2
     for each in map(wait, _functional.all_reduce_coalesced([own, 2 * own], "max", name)):
         assert each.max() in (size - 1, 2 * size - 2)
 

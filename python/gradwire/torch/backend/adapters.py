@@ -204,6 +204,6 @@ def make(
 
 if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
     dispatcher.show_calls(Group)
-    dispatcher.gather_by_name()
+    dispatcher.call_methods()
 torch_functions.replace()
 hide_from_dynamo(DeviceMethods, Group)

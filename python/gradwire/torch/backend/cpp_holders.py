@@ -20,7 +20,7 @@ _kept: deque[Any] = deque()
 
 
 def owners(work: Any) -> int:
-    """How many own the work's C++ half; its Python half is one of them.
+    """The number of owners of the C++ half of a work; its Python half is one of them.
 
     The half is a c10::intrusive_ptr_target, which begins with the address of its virtual methods
     and the count of its owners. Pybind11 keeps its address behind the header of the Python object.

@@ -89,27 +89,44 @@ def _stand_in_for_lists() -> None:
     _libraries.append(library)
 
 
-def gather_by_name() -> None:
-    """Has the functional all_gather into given memory call the group's method.
+def call_methods() -> None:
+    """Has two functional collectives call a group's methods as Python names them.
 
-    Torch calls a method there that Python cannot override, unlike for all others.
+    Torch calls others there, which Python cannot override.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     for device in ("CPU", "CUDA"):
         library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)
+    if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        library.impl("batch_p2p_ops", _batch_p2p_ops, "CPU")
     _libraries.append(library)
 
 
 def _all_gather_into_tensor_out(
     x: torch.Tensor,
     group_size: int,  # noqa: ARG001
-    group_name: Any,  # or from 2.13 on the group
+    group_name: Any,
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    if isinstance(group_name, str):
-        group = _c10d._resolve_process_group(group_name)
-    else:
-        group = dist.ProcessGroup.unbox(group_name)
-    _c10d._register_work(out, group._allgather_base(out, x))
+    _c10d._register_work(out, _group(group_name)._allgather_base(out, x))
     return out
+
+
+def _batch_p2p_ops(
+    ops: list[str], peers: list[int], tags: list[int], tensors: list[torch.Tensor], group_name: Any
+) -> list[torch.Tensor]:
+    group, results = _group(group_name), []
+    for op, peer, tag, tensor in zip(ops, peers, tags, tensors, strict=True):
+        sends = op == "isend"
+        work = (group.send if sends else group.recv)([tensor], peer, tag)
+        results.append(tensor.new_empty(0) if sends else tensor)
+        _c10d._register_work(results[-1], work)
+    return results
+
+
+def _group(name: Any) -> Any:
+    """The group of a name, which may be the group from torch 2.13 on."""
+    if isinstance(name, str):
+        return _c10d._resolve_process_group(name)
+    return dist.ProcessGroup.unbox(name)
