@@ -43,10 +43,10 @@ constexpr double kRelaySeconds = 0.2;
 // Where the others must be told that a call is over, they are told at most so long after it.
 constexpr std::chrono::milliseconds kAnnounceAfter{100};
 
-// Returns "2.5", without the trailing zeros of to_string.
-std::string number_text(double number) {
+// Returns "2.5 s", without the trailing zeros of to_string.
+std::string seconds_text(double seconds) {
   std::ostringstream text;
-  text << number;
+  text << seconds << " s";
   return text.str();
 }
 
@@ -553,17 +553,15 @@ Timeout Communicator::timeout() const {
   const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
   const ChainEnd culprit = control_.end_of_chain(peer);
   std::string text = "rank " + std::to_string(identity_.rank) + ": " +
-                     current_->operation.plan().text() + " timed out after " +
-                     number_text(current_->timeout) + " s";
+                     current_->operation.plan().text() +
+                     " timed out after its timeout=" + seconds_text(current_->timeout);
   if (frame != nullptr)
     text += "; it waits for rank " + std::to_string(peer) + " in round " +
             std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
   else
     text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
   if (culprit.peer != peer) text += ", which waits, perhaps over others, for " + text_of(culprit);
-  text += ". Is it alive, and did it make the same call? If it may be this late, give more than timeout=" +
-          number_text(current_->timeout);
-  return {text, culprit.peer, culprit.job_peer};
+  return {text + ". Is it alive, and did it make the same call?", culprit.peer, culprit.job_peer};
 }
 
 }  // namespace gradwire::exec

@@ -53,4 +53,4 @@ def late() -> str:
 
 def test_a_rank_that_is_late_is_an_error_that_names_the_argument() -> None:
     message, _ = torch_ranks.run(2, late)
-    assert "give more than timeout=1" in message
+    assert "timed out after its timeout=1 s" in message
