@@ -79,10 +79,17 @@ class Writer:
                 yield _meta("thread_sort_index", rank, thread + more, sort_index=more + 1)
 
     def _rows(self, events: npt.NDArray[Any]) -> Iterator[tuple[Entry, float]]:
-        """Each event with its begin in microseconds."""
-        times = (self._clock.unix(events["begin"]) - self._base) / 1e3
-        for event, at in zip(events.tolist(), times.tolist(), strict=True):
-            yield dict(zip(parts.EVENT.names or (), event, strict=True)), at
+        """Each event, and its begin in microseconds.
+
+        Durations are by the same clock as begins: what lies within another event stays there.
+        """
+        begins = self._clock.unix(events["begin"])
+        lengths = self._clock.unix(events["begin"] + events["duration"]) - begins
+        times = (begins - self._base) / 1e3
+        for event, at, length in zip(
+            events.tolist(), times.tolist(), lengths.tolist(), strict=True
+        ):
+            yield dict(zip(parts.EVENT.names or (), event, strict=True)) | {"duration": length}, at
 
     def _calls(self, track: TrackRecord, thread: int) -> Iterator[Entry]:
         events = track.events
@@ -208,8 +215,8 @@ class Writer:
         """Yields what the program did, and when it waited for a call."""
         rank, background = track.place.job_rank, set(self._part.background)
         for span in track.spans:
-            at = (int(self._clock.unix(np.array([span.begin]))[0]) - self._base) / 1e3
-            duration = (span.end - span.begin) / 1e3
+            begin, end = self._clock.unix(np.array([span.begin, span.end])).tolist()
+            at, duration = (begin - self._base) / 1e3, (end - begin) / 1e3
             yield {
                 "ph": "X",
                 "cat": "program",

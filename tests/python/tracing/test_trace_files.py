@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gradwire._tools.cli import main
 from gradwire._trace import chrome, parts
+from gradwire._trace.clocks import Clock
 from traces import of, read
 
 
@@ -145,3 +146,18 @@ def test_parts_of_two_jobs_are_refused(
     text = refused(["trace", "merge", str(folder), str(tmp_path / "out.json")], capsys)
     assert "2 jobs" in text
     assert "'another'" in text
+
+
+def test_what_lies_within_another_event_stays_there_where_the_clock_runs_at_another_rate() -> None:
+    """Durations were this process's, and begins another's: 1 ms in 20 is much more than rounding."""
+    clock = Clock(np.array([0, 10**9]), np.array([0, 5 * 10**7]))
+    events = np.zeros(2, parts.EVENT)
+    events["begin"], events["duration"] = [10**8, 10**8 + 10**6], [10**7, 9 * 10**6]
+    found = [
+        (at, at + of["duration"] / 1e3)
+        for of, at in chrome.Writer(None, clock, 0)._rows(events)  # type: ignore[arg-type]
+    ]
+    (outer, outer_end), (inner, inner_end) = found
+    assert outer < inner
+    assert inner_end == pytest.approx(outer_end, abs=0.01)
+    assert outer_end - outer == pytest.approx(1.05e4)
