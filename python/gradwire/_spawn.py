@@ -279,7 +279,7 @@ class _Processes:
         return _failure(rank, RendezvousError(text))
 
     def _receive(self, child: _Child) -> _Outcome | None:
-        """What a rank has reported, or how it ended; None where it has only connected so far."""
+        """Returns what a rank has reported, or how it ended; None where it has only connected."""
         try:
             if child.pipe.poll():
                 report = child.pipe.recv_bytes()

@@ -248,7 +248,7 @@ def _link_of(given: str) -> str:
 
 
 def _torch_store() -> dict[str, str]:
-    """Where programs that also use torch.distributed meet: a port that is free until they do.
+    """The place where programs that also use torch.distributed meet: a port that is still free.
 
     It is at the loopback address; without any there is no such place, and gradwire needs none.
     """

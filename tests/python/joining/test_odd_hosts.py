@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import gradwire
-import numpy as np
 import pytest
 from elastic_job import Process
 from gradwire._base import environment
@@ -150,14 +149,3 @@ def test_a_process_that_may_start_no_thread_says_so() -> None:
 
     with reserved_store() as store:
         assert Process(body, before=lambda: None).value() == "RuntimeError"
-
-
-def test_a_core_that_may_start_no_thread_says_so() -> None:
-    def body() -> str:
-        with gradwire.init() as comm:
-            without_threads()
-            with pytest.raises(gradwire.Error) as raised:
-                comm.all_reduce(np.ones(9, np.float32), async_op=True)
-            return str(raised.value)
-
-    assert "the system refuses a thread" in Process(body, before=lambda: None).value()

@@ -19,6 +19,7 @@ import pytest
 from elastic_job import Process
 from gradwire import serve
 from gradwire._base.deadline import Deadline
+from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap import connect, handshake
 from gradwire._bootstrap.handshake import RefusalLog
 from gradwire._bootstrap.store import Address, StoreClient
@@ -52,6 +53,7 @@ def take_descriptors(but: int = 0) -> list[int]:
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
     """Leaves this process no descriptor during the block."""
+    raise_limit()  # as the first call of the library would
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = take_descriptors()
     try:
