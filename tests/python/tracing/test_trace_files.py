@@ -149,7 +149,7 @@ def test_parts_of_two_jobs_are_refused(
 
 
 def test_what_lies_within_another_event_stays_there_where_the_clock_runs_at_another_rate() -> None:
-    """Durations were this process's, and begins another's: 1 ms in 20 is much more than rounding."""
+    """Begins were by the first process's clock, and durations by this one's."""
     clock = Clock(np.array([0, 10**9]), np.array([0, 5 * 10**7]))
     events = np.zeros(2, parts.EVENT)
     events["begin"], events["duration"] = [10**8, 10**8 + 10**6], [10**7, 9 * 10**6]
