@@ -254,11 +254,11 @@ class ParameterServer:
         """Statistics of each shard, as a dict.
 
         `version` (pushes applied), `pushes`, `pulls`, `partial`, `stale` and `not_finite` (pushes
-        that were applied in part or refused), `received` and `sent` (bytes); `staleness`, the
-        numbers of pushes with 0, 1, 2, ... versions between the values of their gradients and
-        them, `mean_staleness` and `most_staleness`; `last_batch` (with
-        the rule `Staged()`: the largest number of a batch of pushes that it knows); `clients`
-        (names) and `gone` (those that ended without close(), and why).
+        that were cut off or refused, of which nothing was applied), `received` and `sent` (bytes);
+        `staleness`, the numbers of pushes with 0, 1, 2, ... versions between the values of their
+        gradients and them, `mean_staleness` and `most_staleness`; `last_batch` (with the rule
+        `Staged()`: the largest number of a batch of pushes that it knows); `clients` (names) and
+        `gone` (those that ended without close(), and why).
         """
         return [read_statistics(text) for text in self._ask("stats", timeout).texts()]
 
@@ -282,8 +282,8 @@ class ParameterServer:
     def lost(self) -> int:
         """The number of pushes that were under way when a server ended, with `reconnect`.
 
-        Each shard applied such a push once, in part (but not with atomic="push"), or not at all.
-        What was not sent yet goes with the next push where this one has `feedback`.
+        Each shard applied its part of such a push once, or not at all. What shards did not get
+        whole goes with the next push where this one has `feedback`.
         """
         return self._core.lost if isinstance(self._core, LastingClient) else 0
 
@@ -422,12 +422,13 @@ def connect(
     shards refuse values of parameters to it, and `like` tells only names and shapes. It takes the
     place of a coordinator that is there, whose calls then raise TransportError.
 
-    `atomic="frame"` applies a push frame by frame (28,672 elements at most), and a pull may see
-    frames of different versions. With "push" a push is applied at once and a pull sees one version,
-    at the price of a copy of the parameters for each push under way. `staleness="divide"` divides
-    the learning rate by the staleness of a push: the versions between the values that its gradient
-    was computed from and it. `max_staleness` refuses pushes above it; what `feedback` keeps of them
-    is pushed with the next one. `timeout` limits this and every later call, in seconds.
+    Each shard applies its part of a push at once, or refuses all of it. With `atomic="frame"` a
+    pull may see frames (28,672 elements at most) of different versions; with "push" it sees one
+    version of each shard, at the price of a copy of the parameters for each version under way.
+    `staleness="divide"` divides the learning rate by the staleness of a push: the versions between
+    the values that its gradient was computed from and it. `max_staleness` refuses pushes above
+    it; what `feedback` keeps of them is pushed with the next one. `timeout` limits this and every
+    later call, in seconds.
 
     With `reconnect`, calls that find a server ended dial all shards again for so many seconds, and
     go on where a server was started again from its snapshot; what it lost is logged. A push that

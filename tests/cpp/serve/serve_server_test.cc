@@ -329,9 +329,10 @@ TEST(Server, RefusesATableThatIsLargerThanItsMemory) {
   Pair pair = channels("inproc");
   job.servers[0]->admit(std::move(pair.server), id_of(0));
   const std::string why = refusal_of_join(*pair.client, id_of(0), table.text());
-  EXPECT_EQ(why,
-            "the parameters of shard 0, with the state of their rule, take 2 GiB, and its server "
-            "may use 0.75 GiB: start more shards, on more hosts");
+  EXPECT_EQ(
+      why,
+      "the parameters of shard 0, with the state of their rule and a push, take 3 GiB, and its "
+      "server may use 0.75 GiB: start more shards, on more hosts");
   Table wide = some_table(1, "staged");
   wide.codecs = {"none"};
   wide.dtype = DType::kFloat64;

@@ -27,12 +27,9 @@ class Direct {
     std::vector<std::byte> room(kMostPayload);
     std::optional<Answer> answer;
     ++sequence_;
-    for (std::size_t i = 0; i < layout.frames().size(); ++i) {
+    frames = std::min(frames, layout.frames().size());
+    for (std::size_t i = 0; i < frames; ++i) {
       const ShardFrame& frame = layout.frames()[i];
-      if (i >= frames) {
-        outgoing.keep(layout, frame);
-        continue;
-      }
       MessageHeader header;
       header.op = op;
       header.client = client;
@@ -47,6 +44,8 @@ class Direct {
       const Message message{header, ConstBytes(room).first(bytes)};
       answer = op == Op::kSet ? shard.set(client, message) : shard.push(client, message);
     }
+    if (frames < layout.frames().size())
+      for (const ShardFrame& frame : layout.frames()) outgoing.keep(layout, frame);
     outgoing.close();
     return answer;
   }
@@ -214,21 +213,29 @@ TEST(Statistics, HaveAllDigitsOfTheMean) {
   EXPECT_NE(text.find("\"mean_staleness\": 0.3333333333333333,"), std::string::npos) << text;
 }
 
-TEST(Shard, RefusesNaNFromItsFrameOnOrTheWholePush) {
+// A table whose push is one frame, and another's of several.
+Table table_of(bool small, std::string rule = "sgd:rate=0.5") {
+  Table table = some_table(1, std::move(rule));
+  if (small) table.parameters[0].shape = table.parameters[4].shape = {2};
+  return table;
+}
+
+TEST(Shard, RefusesTheWholePushForNaNInItsLastFrame) {
   const codec::FloatEnvironment environment;
-  for (const bool atomic : {false, true}) {
-    Table table = some_table();
-    table.atomic_push = atomic;
+  for (const unsigned options : {0U, 1U, 2U, 3U}) {
+    const bool small = (options & 1U) != 0;
+    Table table = table_of(small);
+    table.atomic_push = (options & 2U) != 0;
     Direct job(table);
+    EXPECT_EQ(job.shard.layout().frames().size() == 1, small);
     const Arrays x = random_of(table, 1);
     job.send(Op::kSet, 1, x);
     Arrays g = random_of(table, 2);
     g[4].back() = std::numeric_limits<float>::quiet_NaN();
     EXPECT_EQ(job.send(Op::kPush, 1, g)->refused, Refusal::kNotFinite);
     EXPECT_EQ(job.shard.statistics().not_finite, 1U);
-    EXPECT_EQ(job.shard.statistics().partial, atomic ? 0U : 1U);
-    EXPECT_EQ(same_bits(job.shard.values(), range_of(job.shard.layout(), x)), atomic);
-    for (const float each : job.shard.values()) ASSERT_TRUE(std::isfinite(each));
+    EXPECT_EQ(job.shard.version(), 0U);
+    EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), x)));
   }
 }
 
@@ -236,12 +243,11 @@ TEST(Shard, RefusesAPushWhoseResultIsNotFinite) {
   const codec::FloatEnvironment environment;
   const float large = 0.9F * std::numeric_limits<float>::max();
   for (const char* rule : {"sgd:rate=100", "momentum:rate=0.1,momentum=1", "adagrad:rate=0.1"}) {
-    for (const bool atomic : {false, true}) {
-      Table table = some_table(1, rule);
-      table.atomic_push = atomic;
+    for (const bool small : {false, true}) {
+      const Table table = table_of(small, rule);
       Direct job(table);
       job.send(Op::kSet, 1, random_of(table, 1));
-      Arrays g = zeros_of(table);
+      Arrays g = random_of(table, 2);
       g[4].back() = large;
       job.send(Op::kPush, 1, g);  // makes the velocity large, or is refused already
       const std::vector<float> before = job.shard.values();
@@ -249,7 +255,6 @@ TEST(Shard, RefusesAPushWhoseResultIsNotFinite) {
       EXPECT_EQ(answer.refused, Refusal::kNotFinite) << rule;
       EXPECT_NE(answer.why.find("too large"), std::string::npos) << answer.why;
       EXPECT_GT(job.shard.statistics().not_finite, 0U);
-      EXPECT_EQ(atomic, job.shard.statistics().partial == 0U);
       EXPECT_TRUE(same_bits(job.shard.values(), before));
       EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
       for (const float each : job.shard.values()) ASSERT_TRUE(std::isfinite(each));
@@ -278,8 +283,7 @@ std::uint64_t bytes_of(const Table& table) { return table.elements() * sizeof(fl
 
 TEST(Shard, CountsWhatItStagesForEachClient) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
-  table.atomic_push = true;
+  const Table table = some_table();
   Direct job(table, 0, 3 * bytes_of(table));  // the parameters, and two clients' pushes
   const Arrays g = zeros_of(table);
   job.send(Op::kSet, 1, g);
@@ -289,6 +293,30 @@ TEST(Shard, CountsWhatItStagesForEachClient) {
   EXPECT_NE(answer.why.find("start more shards"), std::string::npos) << answer.why;
   job.shard.leave(2);
   EXPECT_EQ(job.send(Op::kPush, 3, g)->refused, Refusal::kNone);
+}
+
+TEST(Shard, GivesUpTheMemoryOfAPastPushWhereItIsShort) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  Direct job(table, 0, 2 * bytes_of(table));  // the parameters, and a push or a client's copy
+  job.send(Op::kSet, 1, random_of(table, 1));
+  for (int i = 0; i < 2; ++i)
+    EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
+  job.pull(1, table.index_of(codec::make_codec("int8")->name()));
+  EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kInvalid);
+}
+
+TEST(Shard, AppliesNothingOfAPushThatIsCutOff) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  Direct job(table);
+  const Arrays x = random_of(table, 1), g = random_of(table, 2);
+  job.send(Op::kSet, 1, x);
+  job.send(Op::kPush, 1, g, 0, 0, job.shard.layout().frames().size() - 1);
+  job.shard.leave(1);
+  EXPECT_EQ(job.shard.version(), 0U);
+  EXPECT_EQ(job.shard.statistics().partial, 1U);
+  EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), x)));
 }
 
 TEST(Shard, CountsWhatClientsHaveByPulls) {

@@ -220,13 +220,13 @@ void Client::remember(Link& link, Call& call, ConstBytes payload) {
   call.sent_[index_of(link)].emplace_back(payload.begin(), payload.end());
 }
 
-// Goes on with the next push; what was not sent of this one stays in the residuals.
+// Goes on with the next push. What shards did not get whole, and so drop, stays in the residuals.
 void Client::next_outgoing() {
   Outgoing& outgoing = *outgoing_.front()->outgoing_;
   for (Link& link : links_) {
     const auto& frames = link.layout.frames();
-    for (; link.next < frames.size(); ++link.next) outgoing.keep(link.layout, frames[link.next]);
-    link.next = 0;
+    if (std::exchange(link.next, 0) < frames.size())
+      for (const ShardFrame& frame : frames) outgoing.keep(link.layout, frame);
     poller_.rouse(*link.channel);
   }
   outgoing.close();

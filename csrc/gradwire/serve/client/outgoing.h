@@ -31,7 +31,7 @@ class Outgoing {
   std::uint16_t codec_of(const Layout& layout, const ShardFrame& frame) const;
   // Writes one frame's payload; returns its bytes.
   std::size_t encode(const Layout& layout, const ShardFrame& frame, Bytes out, Copy copy);
-  // Moves a frame that will not be sent into the residuals.
+  // Moves a frame into the residuals, as if it had not been encoded.
   void keep(const Layout& layout, const ShardFrame& frame);
   // After the last frame: the residuals of this call become those of the next one.
   void close();

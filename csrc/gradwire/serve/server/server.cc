@@ -348,12 +348,13 @@ void Server::expel(Peer& peer, std::string_view why) {
 }
 
 void Server::refuse_if_too_large(const Table& table) const {
-  const std::uint64_t slots = 1 + make_rule(table.rule)->states().size();
-  const std::uint64_t bytes =
-      table.elements() / table.shards * table.words() * sizeof(float) * slots;
+  const std::uint64_t elements = table.elements() / table.shards;
+  const std::uint64_t pushes = !table.staged() && elements > kMostFrame ? 1 : 0;
+  const std::uint64_t copies = 1 + make_rule(table.rule)->states().size() + pushes;
+  const std::uint64_t bytes = elements * table.words() * sizeof(float) * copies;
   if (bytes <= options_.memory) return;
   throw InvalidArgument("the parameters of shard " + std::to_string(options_.shard) +
-                        ", with the state of their rule, take " + gibibytes(bytes) +
+                        ", with the state of their rule and a push, take " + gibibytes(bytes) +
                         ", and its server may use " + gibibytes(options_.memory) +
                         ": start more shards, on more hosts");
 }

@@ -157,13 +157,15 @@ std::optional<Answer> Shard::push(ClientId client, const Message& message) {
   return end_push(client, push);
 }
 
-// Decodes one frame and applies it, or stages it. A plain payload is read in place.
+// Decodes a frame. A push of one frame is applied at once, and its plain payload read in place;
+// those of several are staged, since the last frame may be the one that is refused.
 void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
                       const Message& message) {
   const std::uint16_t codec = message.header.codec;
+  const bool whole = layout_.frames().size() == 1;
   const float* gradient = scratch_.data();
   bool finite = false;
-  if (table_.atomic_push) {
+  if (!whole) {
     if (!make_room(push)) return;
     finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
                           push.staged.data() + frame.first);
@@ -175,8 +177,8 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
   }
   if (!finite)
     refuse_not_finite(push, "it holds NaN or Inf");
-  else if (!table_.atomic_push && update(push, push.next - 1, gradient))
-    apply(client, push, push.next - 1, gradient);
+  else if (whole && update(push, 0, gradient))
+    apply(client, push, 0, gradient);
 }
 
 void Shard::refuse_not_finite(Request& push, const char* why) {
@@ -186,6 +188,7 @@ void Shard::refuse_not_finite(Request& push, const char* why) {
 
 // Makes room for the whole of a request; refuses it where there is none. Returns whether there is.
 bool Shard::make_room(Request& request) {
+  if (request.staged.empty()) request.staged = std::exchange(spare_, {});
   if (!request.staged.empty()) return true;
   const std::size_t words = layout_.elements() * layout_.words();
   if (const std::string why = why_no_room_for(words); !why.empty()) {
@@ -204,6 +207,7 @@ std::string Shard::why_no_room_for(std::size_t words) {
     held += each.set.staged.size() + each.push.staged.size() + each.shadow.size();
   std::erase_if(copies_of_values_, [](const auto& each) { return each.expired(); });
   held += copies_of_values_.size() * layout_.elements();
+  if ((held + spare_.size()) * sizeof(float) > memory_) spare_ = {};
   if (held * sizeof(float) <= memory_) return {};
   return "shard " + std::to_string(index_) + " keeps a copy of its part for each such client, " +
          gibibytes(held * sizeof(float)) + " with this one, and its server may use " +
@@ -240,7 +244,7 @@ void Shard::apply(ClientId client, Request& push, std::size_t index, const float
   for (std::size_t i = 0; i < slots_.size(); ++i)
     std::copy_n(update_[i].data(), frame.count, at(slots_[i], frame.first));
   ++steps_[index];
-  ++push.applied;
+  push.applied = true;
 }
 
 // Applies all of a staged push, or refuses it.
@@ -259,28 +263,31 @@ void Shard::apply_staged(ClientId client, Request& push) {
 
 Answer Shard::end_push(ClientId client, Request& push) {
   const std::uint64_t stale = has_values() ? staleness(push) : 0;
-  // Others' pushes may have come before the last frame of an atomic one.
-  if (table_.atomic_push && push.answer.refused == Refusal::kNone) refuse_if_stale(push);
-  if (table_.atomic_push && push.answer.refused == Refusal::kNone) apply_staged(client, push);
-  push.staged = {};
+  // Others' pushes may have come since its first frame.
+  if (!push.applied && push.answer.refused == Refusal::kNone) refuse_if_stale(push);
+  if (!push.applied && push.answer.refused == Refusal::kNone) apply_staged(client, push);
+  drop_staged(push);
   push.next = 0;
-  if (push.applied > 0) {
+  if (std::exchange(push.applied, false)) {
     ++version_;
     ++statistics_.pushes;
     statistics_.count_staleness(stale);
-    if (push.answer.refused != Refusal::kNone) ++statistics_.partial;
   }
-  push.applied = 0;
   Answer answer = std::exchange(push.answer, {});
   answer.staleness = static_cast<std::uint32_t>(std::min<std::uint64_t>(stale, ~std::uint32_t{0}));
   return answer;
 }
 
-// Ends a push whose last frame will not come. What was applied of it stays.
+// Drops a push whose last frame will not come.
 void Shard::abandon(Request& push) {
-  if (std::exchange(push.applied, 0) == 0) return;
-  ++version_;
+  if (std::exchange(push.next, 0) == 0) return;
+  drop_staged(push);
   ++statistics_.partial;
+}
+
+// Keeps the memory of one push for the next, which need not be made anew.
+void Shard::drop_staged(Request& push) {
+  if (!push.staged.empty()) spare_ = std::exchange(push.staged, {});
 }
 
 Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {

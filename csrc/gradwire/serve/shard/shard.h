@@ -119,8 +119,8 @@ class Shard {
     std::uint64_t version = 0;
     float rate = 0;
     Answer answer;
-    std::size_t applied = 0;  // frames
-    Words staged;             // of a SET, and with Table::atomic_push or staged()
+    bool applied = false;
+    Words staged;  // of a SET, of a push of several frames, and with Table::staged()
     // With Table::staged():
     StagedPush name;
     std::optional<Vectors::Arrival> arrival{};  // of what is kept of it
@@ -139,6 +139,7 @@ class Shard {
   void begin_staging(Request& push);
   void end_staging(Request& push);
   void abandon(Request& push);
+  void drop_staged(Request& push);
   // Must be called before a frame of slots_ or steps_ changes.
   void keep(std::size_t frame);
   void refuse_not_finite(Request& push, const char* why);
@@ -171,6 +172,7 @@ class Shard {
   std::vector<SnapshotCopy> copies_;        // under way
   std::vector<float> scratch_;              // a frame
   std::vector<std::vector<float>> update_;  // a frame of each slot, as the next one will be
+  Words spare_;                             // of a staged push; gives way where memory is short
   std::weak_ptr<const Words> frozen_;
   std::vector<std::weak_ptr<const Words>> copies_of_values_;  // frozen(), while pulls have them
   std::uint64_t frozen_version_ = kNoVersion;

@@ -14,7 +14,7 @@ struct Statistics {
   static constexpr std::size_t kMostGone = 64;        // the last ones
 
   std::uint64_t pushes = 0;      // applied
-  std::uint64_t partial = 0;     // of which only a part was applied, in frames
+  std::uint64_t partial = 0;     // that were cut off, and dropped
   std::uint64_t stale = 0;       // refused
   std::uint64_t not_finite = 0;  // refused, or cut short
   std::uint64_t pulls = 0;
