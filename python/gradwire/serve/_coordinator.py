@@ -9,11 +9,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.loops import survive
 from gradwire._bootstrap.connect import listen
-from gradwire._bootstrap.handshake import Admitted, Authenticator, HandshakeError, Hello, Purpose
+from gradwire._bootstrap.handshake import (
+    Admitted,
+    Authenticator,
+    HandshakeError,
+    Hello,
+    Purpose,
+    refusals,
+)
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import Error, InvalidArgument, Timeout, describe
@@ -146,14 +155,21 @@ class Coordinator:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                self._turn()
+                survive(self._turn, self._note)
         except BaseException as error:
             _log.exception("the coordinator's thread has failed")
             self._failure = Error(f"the coordinator's thread has failed: {describe(error)}")
         finally:
             self._shut()
 
+    def _note(self, why: str) -> None:
+        """Notes that a turn went wrong; where that goes on, the batch ends for want of patience."""
+        refusals.note("the coordinator", why)
+        if self._patience is not None and time.monotonic() - self._heard > self._patience:
+            self._finish(Timeout(f"no portion was computed for {self._patience:g} s: {why}"))
+
     def _turn(self) -> None:
+        self._begin()
         for key, events in self._selector.select(self._nap()):
             peer: _Peer | None = key.data
             if peer is not None:
@@ -161,7 +177,7 @@ class Coordinator:
             elif key.fileobj is self._bell:
                 self._bell.recv(4096)
         for admitted in self._authenticator.poll(0):
-            self._admit(admitted)
+            survive(partial(self._admit, admitted), partial(refusals.note, "a replica"))
         self._begin()
         self._send(self._portions.tick(time.monotonic()))
         if self._patience is not None:
@@ -213,9 +229,13 @@ class Coordinator:
 
     def _admit(self, admitted: Admitted) -> None:
         sock = admitted.sock
-        fail_with_host(sock, always_read=False)
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, _Peer(sock))
+        try:
+            fail_with_host(sock, always_read=False)
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, _Peer(sock))
+        except BaseException:
+            sock.close()
+            raise
 
     def _serve(self, peer: _Peer, events: int) -> None:
         """Reads what a replica says, and sends it what is unsent."""
@@ -230,7 +250,7 @@ class Coordinator:
                     self._hear(peer, message)
         except BlockingIOError:
             return
-        except (OSError, Error) as error:
+        except Exception as error:  # whatever it is, only this replica ends
             self._end(peer, describe(error))
 
     def _hear(self, peer: _Peer, message: Message) -> None:

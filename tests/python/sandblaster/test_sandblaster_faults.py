@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import math
 import os
 import re
 import resource
+import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -16,10 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import InvalidArgument, Timeout, TransportError, serve
+from gradwire._bootstrap.handshake import RefusalLog
 from gradwire._bootstrap.host_info import process_name
 from gradwire.serve import _coordinator, _lead, _replica
 from gradwire.serve._sandblaster.messages import OF_REPLICAS, Reader, pack
 from gradwire.serve._vectors import Fold
+from ranks import eventually
 from sandblaster_team import EACH, PORTIONS, Team, blocks
 from test_sandblaster import LEAD, script
 
@@ -56,6 +61,73 @@ def _suppressed(run: Callable[[], None]) -> Callable[[], None]:
             run()
 
     return body
+
+
+class Failing:
+    """A selector whose next turns fail, as without memory; all of them where it is broken."""
+
+    def __init__(self, real: selectors.BaseSelector, failures: float) -> None:
+        self._real, self.failures = real, failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def select(self, timeout: float | None = None) -> Any:
+        if self.failures > 0:
+            self.failures -= 1
+            raise MemoryError
+        return self._real.select(timeout)
+
+
+def begun(lead: serve.Sandblaster) -> _coordinator.Coordinator:
+    lead.step()
+    assert lead._lead is not None
+    return lead._lead._coordinator
+
+
+def test_a_coordinator_survives_turns_that_fail(team: Team) -> None:
+    lead = team.lead()
+    team.replica()
+    coordinator = begun(lead)
+    failing = Failing(coordinator._selector, 3)
+    coordinator._selector = failing  # type: ignore[assignment]
+    team.replica()
+    assert lead.step().loss < 1e9
+    assert failing.failures == 0
+
+
+def test_a_coordinator_whose_turns_all_fail_ends_the_step_with_the_reason(team: Team) -> None:
+    lead = team.lead(timeout=1)
+    team.replica()
+    coordinator = begun(lead)
+    real = coordinator._selector
+    coordinator._selector = Failing(real, math.inf)  # type: ignore[assignment]
+    with pytest.raises(Timeout, match="no portion was computed for 1 s: MemoryError"):
+        lead.step()
+    coordinator._selector = real
+
+
+def test_a_replica_that_cannot_be_registered_is_alone(
+    team: Team, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_coordinator, "refusals", RefusalLog())
+    lead = team.lead()
+    team.replica()
+    coordinator = begun(lead)
+    register, failures = coordinator._selector.register, 1
+
+    def fails(*arguments: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return register(*arguments)
+
+    monkeypatch.setattr(coordinator._selector, "register", fails)
+    team.replica()
+    eventually(lambda: "refused a connection from a replica" in caplog.text)
+    assert coordinator._thread.is_alive()
+    assert lead.step().loss < 1e9
 
 
 def test_losses_whose_sum_overflows_end_no_coordinator(team: Team) -> None:
