@@ -64,6 +64,8 @@ def advertised_store(
     advertise: Callable[[Endpoint], None],
     find: Callable[[], Endpoint],
     deadline: Deadline,
+    *,
+    rank: int,
 ) -> Iterator[tuple[StoreClient, bytes | None]]:
     """A client of the store that rank 0, the only rank to give `at`, serves; and the job's secret.
 
@@ -74,14 +76,20 @@ def advertised_store(
         if at is not None:
             endpoint = _make_endpoint(at, secret)
             server = stack.enter_context(
-                serve_until_reported(StoreServer(at, job, endpoint.secret))
+                serve_until_reported(StoreServer(at, job, endpoint.secret, one_meeting=True))
             )
             endpoint = replace(endpoint, address=server.address)
             advertise(endpoint)
         else:
             endpoint = find()
         client = StoreClient(
-            endpoint.address, job, endpoint.secret, deadline, partial(lost, 0), listens=True
+            endpoint.address,
+            job,
+            endpoint.secret,
+            deadline,
+            partial(lost, 0),
+            listens=True,
+            rank=rank,
         )
         stack.callback(client.close)
         yield client, endpoint.job_secret

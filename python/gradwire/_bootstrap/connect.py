@@ -289,6 +289,8 @@ class _Acceptor:
         """Waits for the sockets; returns the ranks of which some are missing at the deadline."""
         with self._changed:
             self._changed.wait_for(lambda: self._complete() or self._error, deadline.remaining)
+            if isinstance(self._error, RendezvousError):
+                raise self._error
             if self._error is not None:
                 raise RendezvousError(
                     f"rank {self._mesh.rank} can accept no connections any more "
@@ -320,10 +322,16 @@ class _Acceptor:
                     self._accept(admitted)
                 if self._authenticator.shortage is not None:
                     raise self._authenticator.shortage
+                self._check_excluded()
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _check_excluded(self) -> None:
+        if self._authenticator.excluded is not None:
+            rank, why = self._authenticator.excluded
+            raise RendezvousError(f"rank {self._mesh.rank} cannot admit rank {rank} at {why}")
 
     def _accept(self, admitted: Admitted) -> None:
         key = admitted.hello.source, admitted.hello.purpose

@@ -10,8 +10,9 @@ The pattern is Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org), with the he
 psk = HMAC-SHA256(secret, "gradwire/2 " ‖ purpose ‖ job). So a handshake succeeds only between two
 ends that know the secret and have heard the same of each other, and ends in keys that nobody else
 has: neither who has recorded it and learns the secret later, nor who relays it. The third message
-proves that the client answers now; the welcome lets a client retry when its server gave up
-meanwhile. A server that cannot read the first message answers with 60 zeros.
+proves that the client answers now, also where the two Sides exclude each other: so the server
+believes that, and nobody else can tell it so. The welcome lets a client retry when its server gave
+up meanwhile. A server that cannot read the first message answers with 60 zeros.
 
 Both ends of a Unix socket first compare user ids, as the kernel reports them.
 
@@ -78,6 +79,14 @@ class HandshakeError(ConnectionError):
 
 class SettingsError(HandshakeError):
     """Both ends belong to the job, and its ranks were given settings that exclude each other."""
+
+
+class _Excluded(SettingsError):
+    """The same, of a client that has proved that it belongs to the job."""
+
+    def __init__(self, hello: Hello, reason: str) -> None:
+        super().__init__(reason)
+        self.hello = hello
 
 
 class _Refusal(HandshakeError):
@@ -179,7 +188,13 @@ def client_handshake(
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(max(limit.remaining, 1e-3))
     sock.sendall(hello.pack() + noise.write(side.pack()))
-    cipher = _read_answer(noise, receive(sock, _ANSWER, limit), side)
+    answer = receive(sock, _ANSWER, limit)
+    try:
+        cipher = _read_answer(noise, answer, side)
+    except SettingsError:
+        with suppress(OSError):
+            sock.sendall(noise.write(b""))  # so that the server can believe it, too
+        raise
     sock.sendall(noise.write(b""))
     try:
         noise.read(receive(sock, _PROOF, limit))
@@ -231,16 +246,15 @@ def server_handshake(
     except TransportError:
         reason = "it does not know the secret, or sent no public key"
         raise _Refusal(reason, _REFUSAL) from None
-    try:
-        cipher = agree(side, unpack_side(theirs))
-    except Mismatch as error:
-        raise _Refusal(str(error), answer) from None
     proof = yield answer, _PROOF
     try:
         noise.read(proof)
     except TransportError:
         raise HandshakeError("it repeats what another process has said") from None
-    return _Proven(hello, noise, cipher)
+    try:
+        return _Proven(hello, noise, agree(side, unpack_side(theirs)))
+    except Mismatch as error:
+        raise _Excluded(hello, str(error)) from None
 
 
 class Admitted(NamedTuple):
@@ -313,6 +327,7 @@ class Authenticator:
         self._pending: list[_Pending] = []
         self._paused: dict[socket.socket, Deadline] = {}
         self.shortage: OSError | None = None  # for which the last connection could not be accepted
+        self.excluded: tuple[int, str] | None = None  # a rank whose settings exclude ours, and why
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
@@ -429,6 +444,9 @@ class Authenticator:
             with suppress(OSError):
                 entry.sock.sendall(refusal.answer)
             self._refuse(entry, str(refusal))
+        except _Excluded as error:
+            self.excluded = error.hello.source, f"{entry.address}: {error}"
+            self._refuse(entry, str(error))
         except OSError as error:
             self._refuse(entry, str(error))
         except StopIteration as proved:

@@ -23,7 +23,7 @@ from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.connect import connect_mesh, open_socket
 from gradwire._bootstrap.door import RENEW_SECONDS, Reader, reader_of
 from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
-from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
+from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
@@ -120,6 +120,8 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
             reason = "its ranks have ended"
         except _LeftOut as error:
             reason = str(error)
+        except SettingsError as error:
+            raise RendezvousError(f"cannot join job {asking.job!r}: {error}") from error
         except OSError as error:  # HandshakeError is one
             reason = f"its door does not answer ({error})"
         except RendezvousError:  # the store is gone, with those who said so

@@ -240,13 +240,13 @@ def _own_store(
         if launch.rank_0_hosts and launch.rank == 0:
             also = _addresses_beyond_loopback(launch, address, secret)
             try:
-                server = StoreServer(address, launch.job, secret, also)
+                server = StoreServer(address, launch.job, secret, also, one_meeting=True)
             except RendezvousError as error:
                 _tell_other_host(launch, address, secret, prefix, error)
                 raise
             stack.enter_context(serve_until_reported(server))
         lost_error = partial(lost, 0) if launch.rank_0_hosts else RendezvousError
-        client = StoreClient(address, launch.job, secret, deadline, lost_error)
+        client = StoreClient(address, launch.job, secret, deadline, lost_error, rank=launch.rank)
         stack.callback(client.close)
         yield client, agreed
         # Rank 0 closes the store when all have finished. The others wait for that, or their next

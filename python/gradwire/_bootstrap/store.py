@@ -38,6 +38,7 @@ MAX_KEY = 512
 MAX_VALUE = 1 << 20
 MAX_TOTAL = 64 << 20
 MAX_LAST_WILL = 4096
+NO_RANK = -1  # of a client that takes part in no meeting
 
 REQUEST = struct.Struct("<BHII")
 ANSWER = struct.Struct("<BI")
@@ -132,7 +133,8 @@ class StoreClient:
 
     `lost_error` makes the error for a server that is gone. The constructor waits for a server that
     is not there yet; with `listens` it is known to be there, so one that refuses is gone too. One
-    that does not answer within `margin` seconds, beyond the time to wait, is lost.
+    that does not answer within `margin` seconds, beyond the time to wait, is lost. `rank` is for
+    the ranks of a meeting: what keeps one of them from the store ends it for all.
     """
 
     def __init__(
@@ -145,7 +147,9 @@ class StoreClient:
         *,
         listens: bool = False,
         margin: float = _MARGIN,
+        rank: int = NO_RANK,
     ) -> None:
+        self._rank = rank
         self.address, self._lost_error, self._margin = address, lost_error, margin
         self._job, self._secret = job, secret
         self._lock = threading.Lock()
@@ -209,7 +213,7 @@ class StoreClient:
             sock.close()
 
     def _connect(self, deadline: Deadline, listens: bool) -> socket.socket:
-        hello = Hello(self._job, Purpose.STORE)
+        hello = Hello(self._job, Purpose.STORE, source=self._rank)
         return _connect(self.address, hello, self._secret, deadline, listens)
 
     def _ask(self, operation: int, key: str, value: bytes, wait: float = 0.0) -> bytes:

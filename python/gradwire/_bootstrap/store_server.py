@@ -32,6 +32,7 @@ from gradwire._bootstrap.store import (
     MAX_LAST_WILL,
     MAX_TOTAL,
     MAX_VALUE,
+    NO_RANK,
     REQUEST,
     Address,
     Operation,
@@ -74,11 +75,18 @@ class StoreServer:
 
     The server listens from construction on, so that a process forked in between finds it. Port 0
     takes a free port, see `address`. The server listens at every own address that the host's name
-    stands for, and at those in `also`.
+    stands for, and at those in `also`. With `one_meeting` a rank whose settings exclude the
+    server's ends all waits, with that reason; else the rank alone learns of it.
     """
 
     def __init__(
-        self, address: Address, job: str, secret: bytes, also: Sequence[Address] = ()
+        self,
+        address: Address,
+        job: str,
+        secret: bytes,
+        also: Sequence[Address] = (),
+        *,
+        one_meeting: bool = False,
     ) -> None:
         host_timeout()  # raises here for a wrong setting, not in the thread
         self._values: dict[str, bytes] = {}
@@ -87,6 +95,7 @@ class StoreServer:
         self._clients: set[_Client] = set()
         self._departed = threading.Condition()
         self._closing = False
+        self._one_meeting, self._is_over = one_meeting, False
         self._reason = b""
         listeners = _listen([address, *also])
         self.address = _bound(address, listeners[0])
@@ -151,7 +160,15 @@ class StoreServer:
                 self._handle(key.data)
         for admitted in self._authenticator.poll(0):
             self._add_client(_Client(admitted.sock))
+        self._end_meeting_if_excluded()
         self._expire()
+
+    def _end_meeting_if_excluded(self) -> None:
+        rank, why = self._authenticator.excluded or (NO_RANK, "")
+        if self._one_meeting and rank != NO_RANK and not self._is_over:
+            self._is_over = True
+            self._reason = f"it cannot admit rank {rank} at {why}".encode()
+            self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
         for client in list(self._clients):
@@ -230,6 +247,8 @@ class StoreServer:
             self._answer(client, self._put(key, total), total)
         elif operation == Operation.GET and key in self._values:
             self._answer(client, Status.OK, self._values[key])
+        elif operation == Operation.GET and self._is_over:
+            self._answer(client, Status.CLOSED, self._reason)
         elif operation == Operation.GET:
             client.waits_for = (key, Deadline(wait))
             self._waiting[key].append(client)

@@ -61,7 +61,7 @@ def store_advertised_by_torch(
     try:
         at = meeting.choose_address() if launch.rank == 0 else None
         with advertised_store(
-            launch.job, secret, at, meeting.advertise, meeting.find, deadline
+            launch.job, secret, at, meeting.advertise, meeting.find, deadline, rank=launch.rank
         ) as found:
             yield found
     except BaseException as error:

@@ -27,6 +27,7 @@ from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
     Purpose,
+    SettingsError,
     client_handshake,
     receive,
     refusals,
@@ -186,6 +187,8 @@ def connect(
                 )
                 # Read now: before, there may have been another server.
                 return channel, directory.find(shard, deadline).history
+        except SettingsError as error:
+            raise RendezvousError(f"cannot connect to {where}: {error}") from error
         except (OSError, Error) as error:
             if isinstance(error, OSError) and (shortage := describe_shortage(error)):
                 raise RendezvousError(f"cannot connect to {where}: {shortage}") from error

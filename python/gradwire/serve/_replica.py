@@ -19,7 +19,7 @@ import numpy as np
 
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import open_socket
-from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
+from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import (
@@ -68,6 +68,10 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
                 sock.close()
                 raise
             return sock, f"the coordinator ({found.name})"
+        except SettingsError as error:
+            raise RendezvousError(
+                f"cannot connect to the coordinator ({found.name}): {error}"
+            ) from error
         except (OSError, Error) as error:
             if deadline.passed:
                 raise RendezvousError(
@@ -143,17 +147,17 @@ class Replica:
         InvalidArgument; and what `compute` raises, of which the coordinator is told.
         """
         self._portions = portions
-        self._say("hello", name=name, portions=portions)
-        listener = threading.Thread(target=self._listen, name="gradwire-replica", daemon=True)
-        listener.start()
-        try:
-            while (task := self._next()) is not None:
-                self._do(task)
-        finally:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-            listener.join()
-            self._sock.close()
+        with self._sock:
+            self._say("hello", name=name, portions=portions)
+            listener = threading.Thread(target=self._listen, name="gradwire-replica", daemon=True)
+            listener.start()
+            try:
+                while (task := self._next()) is not None:
+                    self._do(task)
+            finally:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                listener.join()
         if isinstance(self._ended, Error):
             raise self._ended
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gradwire
 import numpy as np
 import pytest
-from gradwire import _core
+from elastic_job import Process
+from gradwire import _core, serve
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import handshake
+from gradwire._bootstrap import connect, handshake, joining
 from gradwire._bootstrap.handshake import (
     Authenticator,
     HandshakeError,
@@ -24,12 +29,17 @@ from gradwire._bootstrap.handshake import (
     RefusalLog,
     client_handshake,
 )
+from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous import choose_transports
+from gradwire._bootstrap.store import NO_RANK, Address, StoreClient
+from gradwire._bootstrap.store_server import StoreServer
 from gradwire._calls import gpus
 from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Setting, Side, agree, unpack_side
 from gradwire._host.encryption import Path as Way
+from gradwire._host.interfaces import LOOPBACK
 from gradwire._host.sealed_socket import SealedSocket
+from gradwire.serve import _channels
 from hosts import Network
 from ranks import LIMIT
 from sealing import sealed, tcp_pair
@@ -136,6 +146,123 @@ def test_on_and_off_are_a_clear_error_at_both_ends(
     assert "it has GRADWIRE_ENCRYPTION=on and this process off" in str(error)
     assert "it has GRADWIRE_ENCRYPTION=off and this process on" in caplog.text
     authenticator.close()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_recording_excludes_nobody(
+    answers: bool,
+    authenticator: Authenticator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a rank with another setting has said once proves nothing without its answer."""
+    one, other = tcp_pair()
+    authenticator.begin_handshake(other, "192.0.2.7")
+    said = side(Setting.OFF).pack()
+    noise = handshake._noise(True, SECRET, HELLO)
+    with caplog.at_level(logging.WARNING, "gradwire"), one:
+        one.sendall(HELLO.pack() + noise.write(said))
+        one.sendall(bytes(16) if answers else b"")
+        one.shutdown(socket.SHUT_WR)
+        while authenticator.pending:
+            assert authenticator.poll(0.1) == []
+    assert authenticator.excluded is None
+    assert ("repeats" if answers else "closed the connection") in caplog.text
+    authenticator.close()
+
+
+def excluded_by(setting_0: str, setting_1: str, store: str, timeout: float) -> list[str]:
+    """What two ranks with these settings raise, in processes of their own."""
+
+    def body(rank: int) -> str:
+        os.environ["GRADWIRE_ENCRYPTION"] = setting_1 if rank else setting_0
+        with pytest.raises(gradwire.RendezvousError) as raised:
+            gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=timeout)
+        return str(raised.value)
+
+    ranks = [Process(partial(body, rank), before=lambda: None) for rank in range(2)]
+    return [each.value() for each in ranks]
+
+
+def test_both_ranks_fail_at_once_where_settings_exclude_each_other(bare_environment: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    began = time.monotonic()
+    listens, connects = excluded_by("on", "off", store, timeout=10 * LIMIT)
+    assert time.monotonic() - began < LIMIT
+    assert "cannot admit rank 1 at 127.0.0.1" in listens
+    assert "it has GRADWIRE_ENCRYPTION=off and this process on" in listens
+    assert "it has GRADWIRE_ENCRYPTION=on and this process off" in connects
+
+
+def let_clients_say(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives clients of this thread a setting; who listens in another thread has "on"."""
+
+    def side_of(sock: socket.socket, host: str) -> Side:
+        mine = threading.current_thread() is threading.main_thread()
+        return replace(encryption.side_of(sock, host), setting=setting if mine else Setting.ON)
+
+    monkeypatch.setattr(handshake, "side_of", side_of)
+
+
+def test_a_client_that_is_no_rank_ends_no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program with the secret and another setting is refused alone."""
+    address = Address("tcp", "127.0.0.1", 0)
+    let_clients_say(Setting.ON, monkeypatch)
+    with StoreServer(address, "job", SECRET, one_meeting=True) as server:
+        client = StoreClient(server.address, "job", SECRET, Deadline(LIMIT), rank=0)
+        let_clients_say(Setting.OFF, monkeypatch)
+        for rank in (NO_RANK, 1):
+            with pytest.raises(gradwire.RendezvousError, match="cannot use the store"):
+                StoreClient(server.address, "job", SECRET, Deadline(LIMIT), rank=rank)
+            if rank == NO_RANK:
+                with pytest.raises(TimeoutError):
+                    client.get("nothing", 0.1)
+        with pytest.raises(gradwire.RendezvousError, match="cannot admit rank 1 at"):
+            client.get("nothing", LIMIT)
+        client.close()
+
+
+def test_the_rank_that_accepts_learns_which_rank_it_excludes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where neither has met in a store: communicators of a communicator's ranks."""
+    let_clients_say(Setting.OFF, monkeypatch)
+    mesh = Mesh(Job("job", SECRET), 0, 2, 0, ("here",) * 2, {}, LOOPBACK)
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = connect._Acceptor([listener], mesh)
+    acceptor.start()
+    hello = Hello("job", Purpose.CONTROL, source=1)
+    with (
+        socket.create_connection(listener.getsockname()) as sock,
+        pytest.raises(handshake.SettingsError),
+    ):
+        client_handshake(sock, hello, SECRET, Deadline(LIMIT))
+    with pytest.raises(gradwire.RendezvousError, match=r"cannot admit rank 1 at .*: it has"):
+        acceptor.wait(Deadline(LIMIT))
+    acceptor.close()
+
+
+def fail(*_: object) -> None:
+    raise handshake.SettingsError("it has GRADWIRE_ENCRYPTION=on and this process off")
+
+
+def test_who_joins_with_another_setting_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"unix://{secrets.token_hex(8)}"
+    with gradwire.init(rank=0, size=1, store=store, secret=SECRET) as comm:
+        comm.should_resize()
+        monkeypatch.setattr(joining, "client_handshake", fail)
+        with pytest.raises(gradwire.RendezvousError, match="cannot join job 'gradwire': it has"):
+            gradwire.join(store=store, secret=SECRET, timeout=10 * LIMIT)
+
+
+def test_a_client_with_another_setting_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve.Server(1) as server:
+        monkeypatch.setattr(_channels, "client_handshake", fail)
+        with pytest.raises(gradwire.RendezvousError, match=r"cannot connect to shard 0 .*: it has"):
+            serve.connect(
+                [np.zeros(9, np.float32)], serve.SGD(lr=1.0), store=server.store, timeout=10 * LIMIT
+            )
 
 
 def test_on_seals_tcp_and_neither_secrets_nor_keys_show(

@@ -88,7 +88,7 @@ def _meet(
             require_here(place.address)
         return endpoint_at(place, answer, known, question)
 
-    with advertised_store(job, known, at, advertise, find, deadline) as (store, found):
+    with advertised_store(job, known, at, advertise, find, deadline, rank=rank) as (store, found):
         exchange = RendezvousExchange(store, LaunchInfo(rank, size), job, deadline)
         with exchange.abort_on_failure(hosts_store=rank == 0):
             exchange.claim_rank()
