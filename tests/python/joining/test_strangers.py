@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +25,18 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import door, handshake, torch_rendezvous
 from gradwire._bootstrap.admission import open_door
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
-from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.connect import connect_mesh, listen
 from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.handshake import Authenticator, RefusalLog
 from gradwire._bootstrap.launch_info import LaunchInfo
-from gradwire._bootstrap.mesh import AddressInfo, Mesh
+from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.sign import Sign, key_of, unpack_sign
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.through_torch.open_exchange import Question, answer_to
 from gradwire._bootstrap.through_torch.torch_store import TorchStore
+from gradwire._host import own_folder
 from gradwire._host.interfaces import LOOPBACK
 from gradwire._host.transport_kinds import DEFAULTS
 from ranks import LIMIT, eventually, reserved_store
@@ -368,10 +370,9 @@ def test_another_user_is_refused_before_a_word(
     assert f"process of user {NOBODY}: it runs as user {NOBODY}, this as 0" in caplog.text
 
 
-@as_another_user
-def test_a_store_that_another_user_serves_is_not_joined() -> None:
-    """He has taken the name before the job."""
-    name = f"gradwire-{secrets.token_hex(8)}"
+@contextlib.contextmanager
+def served_by_nobody(name: str) -> Iterator[None]:
+    """A process of another user that serves a store at this name, and takes whoever comes."""
     ready, over = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -384,14 +385,79 @@ def test_a_store_that_another_user_serves_is_not_joined() -> None:
                 os.read(over[0], 1)
         finally:
             os._exit(0)
-    os.read(ready[0], 1)
+    os.close(ready[1])
     try:
-        with pytest.raises(RendezvousError, match=f"is not ours: it runs as user {NOBODY}"):
-            StoreClient(Address("unix", name), "job", b"", Deadline(10))
+        assert os.read(ready[0], 1) == b"x", "it cannot serve there"
+        yield
     finally:
-        for each in (*ready, *over):
+        for each in (ready[0], *over):
             os.close(each)
         os.waitpid(child, 0)
+
+
+@as_another_user
+def test_a_store_that_another_user_serves_is_not_joined() -> None:
+    """He has taken the name before the job."""
+    name = f"gradwire-{secrets.token_hex(8)}"
+    with (
+        served_by_nobody(name),
+        pytest.raises(RendezvousError, match=f"is not ours: it runs as user {NOBODY}"),
+    ):
+        StoreClient(Address("unix", name), "job", b"", Deadline(10))
+
+
+@as_another_user
+def test_a_rank_whose_name_another_user_has_taken_is_not_joined() -> None:
+    """He has waited for the end of its owner, whose name others know."""
+    listeners, taken = listen(DEFAULTS, LOOPBACK)
+    for each in listeners:
+        each.close()
+    with (
+        served_by_nobody(taken.unix),
+        pytest.raises(RendezvousError, match=f"rank 0 .*it runs as user {NOBODY}, this as 0"),
+    ):
+        connect_mesh(
+            Job("job", b""),
+            lambda own, _: [taken.pack(), own],
+            rank=1,
+            size=2,
+            communicator=0,
+            deadline=Deadline(LIMIT),
+        )
+
+
+@as_another_user
+def test_a_name_that_can_be_guessed_is_taken_by_nobody_else(
+    bare_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of ranks of one host, whose launcher gives them no store: mpirun's, for one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        os.chmod(shared, 0o1777)
+        monkeypatch.setattr(own_folder, "_SHARED", shared)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        folder = own_folder.own_folder()  # before him: there he can take no name
+        assert as_nobody(lambda: squat(f"{folder}/gradwire-job")) == "PermissionError"
+        os.rmdir(folder)
+        assert as_nobody(lambda: squat(f"{folder}/gradwire-job")) == "taken"  # and after him
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "0")
+        for name in ("SIZE", "LOCAL_SIZE"):
+            monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "2")
+        with pytest.raises(RendezvousError, match=f"belongs to user {NOBODY}, and this is user 0"):
+            gradwire.init(timeout=LIMIT)
+
+
+def squat(path: str) -> str:
+    """Listens at a socket's path, whose folder it makes where there is none."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(path), 0o700)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+            sock.listen()
+    except OSError as error:
+        return type(error).__name__
+    return "taken"
 
 
 def test_on_one_host_ranks_listen_on_unix_sockets_alone(
