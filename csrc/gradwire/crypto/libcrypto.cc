@@ -85,8 +85,10 @@ Libcrypto load() {
 
 void use_libcrypto(const std::string& file) { names() = {file}; }
 
-const Libcrypto& libcrypto() {
-  static const Libcrypto loaded = load();  // tried anew after it has thrown
+const Libcrypto& libcrypto() { return replaceable_libcrypto(); }
+
+Libcrypto& replaceable_libcrypto() {
+  static Libcrypto loaded = load();  // tried anew after it has thrown
   return loaded;
 }
 

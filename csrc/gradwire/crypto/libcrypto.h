@@ -54,6 +54,9 @@ struct Libcrypto {
 // system's. Throws RendezvousError, which names the package to install, where there is none.
 const Libcrypto& libcrypto();
 
+// Returns the same, for tests that replace functions by ones that fail.
+Libcrypto& replaceable_libcrypto();
+
 // Has libcrypto() load this file instead, for tests. Must be called before libcrypto().
 void use_libcrypto(const std::string& file);
 

@@ -19,6 +19,8 @@ namespace {
 // How many frames that only inform are sent to a peer before it has read the first of them.
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
+constexpr const char* kNotSealed =
+    "libcrypto could not encrypt what it was to be sent (out of memory, or the library is broken)";
 constexpr std::uint64_t kMostRanks = std::numeric_limits<Rank>::max();
 
 const char* meaning_of(int error) noexcept {
@@ -79,10 +81,10 @@ void Control::adopt(Connection connection, Rank peer) {
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
   Link& link = links_[static_cast<std::size_t>(peer)];
-  if (!connected(peer)) return true;
+  if (!connected(peer) || link.unsealable) return true;
   if (!push_out(link) || !may_send(link, frame.type)) return false;
   frame.received = link.read;
-  if (!put_frame(link, frame)) return false;
+  if (!put_frame_or_end(link, frame)) return false;
   link.acked = link.read;
   if (frame.type != ControlType::kAck) ++link.sent;
   return true;
@@ -103,6 +105,19 @@ bool Control::put_frame(Link& link, const ControlFrame& frame) {
   const bool dropped = seal == nullptr || !would_block(errno);
   if (dropped) link.outgoing.clear();
   return !dropped;
+}
+
+// Frames are numbered by their seal, so after one that libcrypto did not seal none can follow. The
+// doorbell rings for a socket that is shut down.
+bool Control::put_frame_or_end(Link& link, const ControlFrame& frame) noexcept {
+  try {
+    return put_frame(link, frame);
+  } catch (const std::exception&) {
+    link.unsealable = true;
+    link.outgoing.clear();
+    ::shutdown(link.socket(), SHUT_RDWR);
+    return true;
+  }
 }
 
 bool Control::may_send(const Link& link, ControlType type) noexcept {
@@ -143,6 +158,7 @@ std::optional<ControlEvent> Control::poll() {
 
 std::optional<ControlEvent> Control::read(Rank peer) {
   Link& link = at(peer);
+  if (link.unsealable) return end(peer, kNotSealed);
   crypto::Seal* seal = link.connection.seal.get();
   std::array<char, crypto::kRecordExtra + crypto::kMostRecord> bytes;
   // No more than a frame: what follows it may be for this socket's next owner.
@@ -152,7 +168,18 @@ std::optional<ControlEvent> Control::read(Rank peer) {
   if (got < 0 && would_block(errno)) return std::nullopt;
   if (got < 0) return end(peer, system_message(meaning_of(errno), errno));
   if (got == 0) return end(peer, "it closed its control connection or died");
-  const std::string_view arrived(bytes.data(), static_cast<std::size_t>(got));
+  if (auto ended = open(peer, {bytes.data(), static_cast<std::size_t>(got)})) return ended;
+  if (link.incoming.starts_with(kReleasedMagic)) {
+    link.released = true;
+    return end(peer, "it goes on without this communicator");
+  }
+  return link.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer);
+}
+
+// Adds what has arrived to the next frame; returns the peer's end where it can't be opened.
+std::optional<ControlEvent> Control::open(Rank peer, std::string_view arrived) try {
+  Link& link = at(peer);
+  crypto::Seal* seal = link.connection.seal.get();
   if (seal == nullptr) {
     link.incoming += arrived;
   } else {
@@ -160,11 +187,9 @@ std::optional<ControlEvent> Control::read(Rank peer) {
     if (!opened) return end(peer, crypto::kChanged);
     link.incoming += *opened;
   }
-  if (link.incoming.starts_with(kReleasedMagic)) {
-    link.released = true;
-    return end(peer, "it goes on without this communicator");
-  }
-  return link.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer);
+  return std::nullopt;
+} catch (const Error& error) {
+  return end(peer, error.what());
 }
 
 std::optional<ControlEvent> Control::take_frame(Rank peer) {
@@ -185,7 +210,7 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
 
 std::optional<Released> Control::release(Rank peer, double timeout) {
   Link& link = at(peer);
-  if (!link.connection.valid()) return std::nullopt;
+  if (!link.connection.valid() || link.unsealable) return std::nullopt;
   const Deadline deadline = Deadline::after(timeout);
   while (!push_out(link)) {
     pollfd room{link.socket(), POLLOUT, 0};

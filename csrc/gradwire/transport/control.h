@@ -99,6 +99,7 @@ class Control {
   void adopt(Connection connection, Rank peer);
 
   // Sends a frame. Returns false, and drops the frame, where a live peer reads too slowly for it.
+  // Where it can't be encrypted, the peer's end comes with the next poll().
   bool send(Rank peer, ControlFrame frame) noexcept;
   bool broadcast(const ControlFrame& frame) noexcept;  // to all peers; false if one was dropped
 
@@ -134,13 +135,16 @@ class Control {
     std::uint32_t sent = 0, read = 0;  // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
-    bool released = false;  // by the peer: what it sends now is for this socket's next owner
+    bool released = false;    // by the peer: what it sends now is for this socket's next owner
+    bool unsealable = false;  // libcrypto has failed, so nothing more may be sent
   };
   static bool may_send(const Link& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;
   Link& at(Rank peer) { return links_.at(static_cast<std::size_t>(peer)); }
   static bool push_out(Link& link);
   static bool put_frame(Link& link, const ControlFrame& frame);
+  static bool put_frame_or_end(Link& link, const ControlFrame& frame) noexcept;
+  std::optional<ControlEvent> open(Rank peer, std::string_view arrived);
   std::optional<ControlEvent> read(Rank peer);
   std::optional<ControlEvent> take_frame(Rank peer);
   std::optional<ControlEvent> end(Rank peer, const std::string& reason);

@@ -82,7 +82,8 @@ void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& w
 void send_all(const Stream& to, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
   if (to.seal == nullptr) return send_plain(to.socket, data, link, wait_limit);
   const std::string_view plain(reinterpret_cast<const char*>(data.data()), data.size());
-  send_plain(to.socket, crypto::bytes_of(to.seal->records(plain)), link, wait_limit);
+  const std::string sealed = sealing(link, [&] { return to.seal->records(plain); });
+  send_plain(to.socket, crypto::bytes_of(sealed), link, wait_limit);
 }
 
 void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitLimit& wait_limit) {
@@ -90,7 +91,7 @@ void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitL
   while (!data.empty()) {
     std::string sealed(from.seal->missing(), '\0');
     receive_plain(from.socket, std::as_writable_bytes(std::span(sealed)), link, wait_limit);
-    const auto plain = from.seal->opened(sealed);
+    const auto plain = sealing(link, [&] { return from.seal->opened(sealed); });
     if (!plain || plain->size() > data.size()) throw_transport_error(link, crypto::kChanged);
     data = data.subspan(plain->copy(reinterpret_cast<char*>(data.data()), plain->size()));
   }

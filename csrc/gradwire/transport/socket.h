@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "gradwire/base/error.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/base/types.h"
 #include "gradwire/base/wait_limit.h"
@@ -23,6 +24,13 @@ struct LinkId {
 // Returns "rank 0: shm link to rank 1: <what>".
 std::string describe(const LinkId& link, const std::string& what);
 [[noreturn]] void throw_transport_error(const LinkId& link, const std::string& what);
+// Returns what a call of a seal returns; throws TransportError where libcrypto fails in it.
+template <typename Call>
+auto sealing(const LinkId& link, Call call) try {
+  return call();
+} catch (const Error& error) {
+  throw_transport_error(link, error.what());
+}
 
 // Waits until `socket` is ready for `events` (POLLIN, POLLOUT). Throws Timeout, which names the
 // peer.

@@ -61,6 +61,7 @@ class TcpTransport final : public StagedTransport {
   Cell& cell_at(int cell) noexcept { return cells_[static_cast<std::size_t>(cell)]; }
   int first_free_cell() const noexcept;
   void push_out(Rank peer);
+  bool prepare_front(Rank peer);
   ConstBytes front_on_wire(Link& link);
   void finish_front(Link& link);
   bool read_some(Rank peer);
@@ -134,13 +135,24 @@ bool TcpTransport::flush() {
 void TcpTransport::push_out(Rank peer) {
   Link& link = at(peer);
   while (!link.outbox.empty()) {
-    if (link.unsent.empty()) link.unsent = front_on_wire(link);
+    if (link.unsent.empty() && !prepare_front(peer)) return;
     const ssize_t sent = ::send(link.socket.get(), link.unsent.data(), link.unsent.size(),
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && would_block(errno)) return;
     if (sent < 0) return drop_outbox(peer, system_message("sending failed", errno));
     link.unsent = link.unsent.subspan(static_cast<std::size_t>(sent));
     if (link.unsent.empty()) finish_front(link);
+  }
+}
+
+// Returns whether the front frame can be sent.
+bool TcpTransport::prepare_front(Rank peer) {
+  try {
+    at(peer).unsent = front_on_wire(at(peer));
+    return true;
+  } catch (const Error& error) {  // of libcrypto
+    drop_outbox(peer, error.what());
+    return false;
   }
 }
 

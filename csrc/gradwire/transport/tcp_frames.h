@@ -68,9 +68,7 @@ class Inbox {
                                       ", the limit is " + std::to_string(max_message_));
     if (size() < bytes_on_wire(prefix)) return std::nullopt;
     const Bytes frame(buffer_.data() + begin_, bytes_on_wire(prefix));
-    if (seal_ != nullptr &&
-        !seal_->open(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix))))
-      throw_transport_error(link, crypto::kChanged);
+    if (seal_ != nullptr && !opens(frame, link)) throw_transport_error(link, crypto::kChanged);
     return frame.subspan(sizeof(Prefix), prefix.length);
   }
   void pop() { begin_ += bytes_on_wire(front_prefix()); }
@@ -85,6 +83,11 @@ class Inbox {
   void received(std::size_t bytes) noexcept { end_ += bytes; }
 
  private:
+  bool opens(Bytes frame, const LinkId& link) {
+    return sealing(link, [&] {
+      return seal_->open(frame.first(sizeof(Prefix)), frame.subspan(sizeof(Prefix)));
+    });
+  }
   std::size_t size() const noexcept { return end_ - begin_; }
   std::size_t bytes_on_wire(const Prefix& prefix) const noexcept {
     return frame_bytes(prefix.length) + (seal_ == nullptr ? 0 : crypto::kTagBytes);

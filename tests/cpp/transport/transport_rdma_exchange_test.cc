@@ -113,6 +113,55 @@ TEST(RdmaExchange, AnEndArrivesAsItWasSent) {
   EXPECT_EQ(heard.slots, kEnd.slots);
 }
 
+// What both ends say where the socket is sealed, as it goes over the wire, and the other end's
+// keys.
+struct Sealed {
+  Sealed() {
+    crypto::Seal sender(crypto::Cipher::kAes128Gcm, one, other);
+    const std::array ports{some_port(0), some_port(1)};
+    send_ports({ends.first.get(), &sender}, kLink, ports);
+    send_end({ends.first.get(), &sender}, kLink, kEnd);
+    wire = said_by([&](int socket) {
+      Message bytes(8192);
+      bytes.resize(static_cast<std::size_t>(
+          std::max<ssize_t>(::recv(ends.second.get(), bytes.data(), bytes.size(), 0), 0)));
+      say(socket, bytes);
+    });
+  }
+  const crypto::Key one{crypto::bytes_of("0123456789abcdef0123456789abcdef")};
+  const crypto::Key other{crypto::bytes_of("fedcba9876543210fedcba9876543210")};
+  Ends ends = unix_ends();
+  Message wire;
+  crypto::Seal seal{crypto::Cipher::kAes128Gcm, other, one};
+};
+
+TEST(RdmaExchange, OverASealedSocketNothingShows) {
+  Sealed said;
+  const std::string_view text(reinterpret_cast<const char*>(said.wire.data()), said.wire.size());
+  EXPECT_EQ(text.find("ethernet"), std::string_view::npos);
+  heard_of(said.wire, [&](int socket, const LinkId& link, const WaitLimit& limit) {
+    const auto heard = receive_ports({socket, &said.seal}, link, limit);
+    EXPECT_EQ(heard.size(), 2U);
+    EXPECT_EQ(heard.at(1), some_port(1).address);
+    EXPECT_EQ(receive_end({socket, &said.seal}, link, limit).key, kEnd.key);
+  });
+}
+
+TEST(RdmaExchange, OverASealedSocketAFlippedBitIsRefused) {
+  const std::size_t bytes = Sealed().wire.size();
+  for (std::size_t at = 4; at < bytes; at += 97) {  // behind the length: a longer one waits
+    Sealed said;
+    said.wire[at] ^= std::byte{8};
+    expect_refused(
+        said.wire,
+        [&](int socket, const LinkId& link, const WaitLimit& limit) {
+          receive_ports({socket, &said.seal}, link, limit);
+          receive_end({socket, &said.seal}, link, limit);
+        },
+        crypto::kChanged);
+  }
+}
+
 TEST(RdmaExchange, AnotherProtocolIsRefused) {
   expect_refused(with(ports_message(), kMagicAt, 0x32505247U), receive_ports, "protocol");
   expect_refused(with(end_message(), kMagicAt, 0U), receive_end, "protocol");

@@ -51,6 +51,14 @@ constexpr int kMessages = 1000;
 constexpr int kSlots = 8;  // of a ring between two ranks
 constexpr int kInline = 220;
 
+// What both ends tell of their ports and rings goes over sockets, which may be sealed.
+TEST_F(RdmaTraffic, LinksAreMadeOverSealedSockets) {
+  links_are_sealed = true;
+  const Transports ranks = mesh(2);
+  links_are_sealed = false;
+  ping(*ranks[0], *ranks[1], 3, 1000);
+}
+
 TEST_F(RdmaTraffic, TheReaderAnswersOncePerHalfARing) {
   const Couple pair = plain();
   const Cost cost = cost_of([&] { ping(*pair.ends[0], *pair.ends[1], kMessages, 1000); });

@@ -1,4 +1,5 @@
 // tcp over sealed sockets: what every transport must do, and what a program in between can't.
+#include "gradwire/transport/control.h"
 #include "transport_conformance.h"
 
 namespace gradwire::transport {
@@ -111,6 +112,104 @@ TEST(SealedTcp, ATruncatedMessageIsAnError) {
   between.deliver(message_of(between, 1).substr(0, 63));
   between.hang_up();
   expect_end(*between.ranks[1], 0);
+}
+
+// Has libcrypto encrypt and decrypt nothing while it lives, as without memory.
+class FailingLibcrypto {
+ public:
+  FailingLibcrypto() {
+    crypto::Libcrypto& library = crypto::replaceable_libcrypto();
+    library.cipher_init = [](auto*, const auto*, auto*, const auto*, const auto*, int) {
+      return 0;
+    };
+    library.cipher_final = [](auto*, auto*, int*) { return 0; };
+  }
+  ~FailingLibcrypto() { crypto::replaceable_libcrypto() = before_; }
+
+ private:
+  crypto::Libcrypto before_ = crypto::libcrypto();
+};
+
+TEST(SealedTcp, AMessageThatCannotBeEncryptedIsAnErrorThatNamesThePeer) {
+  Between between;
+  {
+    const FailingLibcrypto failing;
+    send(*between.ranks[0], {1}, 40, 1);
+  }
+  try {
+    between.ranks[0]->flush();
+    between.ranks[0]->reserve(std::array{1}, 40);
+    ADD_FAILURE();
+  } catch (const TransportError& error) {
+    EXPECT_EQ(error.peer(), 1);
+    EXPECT_NE(std::string(error.what()).find("libcrypto failed"), std::string::npos);
+  }
+}
+
+TEST(SealedTcp, AMessageThatCannotBeDecryptedForWantOfMemoryIsAnErrorThatNamesThePeer) {
+  Between between;
+  between.deliver(message_of(between, 1));
+  const FailingLibcrypto failing;
+  expect_end(*between.ranks[1], 0);
+}
+
+struct Controls {
+  Controls() {
+    Ends ends = tcp_ends();
+    one.adopt(with_keys(std::move(ends.first), true), 1);
+    other.adopt(with_keys(std::move(ends.second), false), 0);
+  }
+  static ControlEvent next(Control& control) {
+    pollfd bell{control.doorbell(), POLLIN, 0};
+    for (;;) {
+      if (auto event = control.poll()) return *event;
+      if (::poll(&bell, 1, 60'000) != 1) throw Timeout("no control event", kNoPeer);
+    }
+  }
+
+  Control one{0, 2}, other{1, 2};
+};
+
+TEST(SealedControl, AFrameThatCannotBeEncryptedIsThePeersEndAndNoCrash) {
+  Controls controls;
+  {
+    const FailingLibcrypto failing;
+    EXPECT_TRUE(controls.one.send(1, {}));
+  }
+  EXPECT_TRUE(controls.one.send(1, {}));  // to nobody: none may follow the one that is missing
+  const ControlEvent end = Controls::next(controls.one);
+  EXPECT_TRUE(end.gone);
+  EXPECT_EQ(end.frame.culprit, 1);
+  EXPECT_NE(text_of(end.frame).find("rank 1 is gone: libcrypto could not encrypt"),
+            std::string::npos)
+      << text_of(end.frame);
+  EXPECT_FALSE(controls.one.connected(1));
+  EXPECT_TRUE(Controls::next(controls.other).gone);
+}
+
+TEST(SealedControl, AFrameThatCannotBeDecryptedForWantOfMemoryIsThePeersEnd) {
+  Controls controls;
+  controls.one.send(1, {});
+  const FailingLibcrypto failing;
+  const ControlEvent end = Controls::next(controls.other);
+  EXPECT_TRUE(end.gone);
+  EXPECT_NE(text_of(end.frame).find("rank 0 is gone: libcrypto failed"), std::string::npos);
+}
+
+TEST(SealedControl, AFlippedBitIsThePeersEnd) {
+  Ends near = tcp_ends(), far = tcp_ends();
+  Control sender(0, 2), receiver(1, 2);
+  sender.adopt(with_keys(std::move(near.first), true), 1);
+  receiver.adopt(with_keys(std::move(far.second), false), 0);
+  ASSERT_TRUE(sender.send(1, {}));
+  std::string wire(2048, '\0');
+  wire.resize(static_cast<std::size_t>(::recv(near.second.get(), wire.data(), wire.size(), 0)));
+  wire[100] = static_cast<char>(wire[100] ^ 1);
+  ASSERT_EQ(::send(far.first.get(), wire.data(), wire.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(wire.size()));
+  const ControlEvent end = Controls::next(receiver);
+  EXPECT_TRUE(end.gone);
+  EXPECT_NE(text_of(end.frame).find(crypto::kChanged), std::string::npos) << text_of(end.frame);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -10,12 +11,18 @@ import numpy as np
 import pytest
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
+from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import LinkEnded, Message, MessageKind, SurvivorLinks, View
 from gradwire._communicator import from_mesh
 from gradwire._errors import Error, RendezvousError, Timeout, TransportError
+from gradwire._host.interfaces import LOOPBACK
+from gradwire.serve import _coordinator
+from gradwire.serve._coordinator import Coordinator
+from gradwire.serve._sandblaster.messages import OF_COORDINATORS, Reader, pack
 from ranks import LIMIT, Outcome, _in_threads, eventually, meshes
 from sealing import ATTACKS, Attack, Impostor, Middle, drop, sealed_with_middle, seals, tcp_pair
 
@@ -207,3 +214,44 @@ def test_a_parameter_servers_channel_that_was_changed_ends(attack: Attack) -> No
         push_often()
     client.close(1.0)
     server.stop()
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Coordinator, Impostor]]:
+    """One of Sandblaster that listens over TCP, as where replicas are on other hosts."""
+    monkeypatch.setenv("GRADWIRE_ENCRYPTION", "on")
+    monkeypatch.setattr(_coordinator, "listen", lambda _, choice: listen(("tcp",), choice))
+    job = Job("job", _SECRET)
+    with contextlib.closing(
+        Coordinator(job, 7, LOOPBACK, portions=2, push_every=1, backups=False)
+    ) as made:
+        impostor = Impostor(("127.0.0.1", made.address.port))
+        yield made, impostor
+        impostor.close()
+
+
+def _replica(port: int, name: str) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock = client_handshake(sock, Hello("job", Purpose.COORDINATE, 7), _SECRET, Deadline(LIMIT))
+    sock.sendall(pack("hello", name=name, portions=2))
+    (welcome,) = Reader(OF_COORDINATORS).feed(sock.recv(1 << 16))
+    assert welcome["what"] == "welcome"
+    return sock
+
+
+@each_attack
+def test_a_replica_whose_words_were_changed_is_ended_by_its_name_alone(
+    coordinator: tuple[Coordinator, Impostor], attack: Attack, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, impostor = coordinator
+    with _replica(made.address.port, "honest"), _replica(impostor.port, "between") as replica:
+        impostor.middles[0].arm(attack)
+
+        def has_ended() -> bool:
+            with contextlib.suppress(OSError):
+                replica.sendall(pack("forgotten", ticket=9))
+            return "between has ended" in caplog.text
+
+        eventually(has_ended)
+        with _replica(made.address.port, "another"):
+            assert "honest has ended" not in caplog.text
