@@ -1,5 +1,6 @@
 #include "gradwire/crypto/primitives.h"
 
+#include <utility>
 #include <vector>
 
 #include "gradwire/base/error.h"
@@ -130,15 +131,24 @@ void Aead::set_key() {
           "a cipher's key");
 }
 
+bool Aead::set_nonce() noexcept {
+  const auto nonce = nonce_of(cipher_, count_);
+  return libcrypto().cipher_init(context_.get(), nullptr, nullptr, nullptr, raw(ConstBytes(nonce)),
+                                 kAsBefore) == 1;
+}
+
+void Aead::prepare() noexcept {
+  const bool needs_key = count_ % kMessagesPerKey == 0;  // which the message itself sets
+  if (!prepared_ && !needs_key) prepared_ = set_nonce();
+}
+
 void Aead::next_nonce() {
   if (count_ > 0 && count_ % kMessagesPerKey == 0) {
     key_ = hmac_sha256(key_.bytes(), {bytes_of("gradwire/2 next key")});
     set_key();
   }
-  const auto nonce = nonce_of(cipher_, count_++);
-  require(libcrypto().cipher_init(context_.get(), nullptr, nullptr, nullptr, raw(ConstBytes(nonce)),
-                                  kAsBefore) == 1,
-          "a nonce");
+  require(std::exchange(prepared_, false) || set_nonce(), "a nonce");
+  ++count_;
 }
 
 bool Aead::run(ConstBytes associated, ConstBytes in, std::byte* out) {

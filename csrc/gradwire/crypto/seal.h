@@ -34,6 +34,10 @@ class Seal {
     return receives_.open(header, sealed, sealed.data());
   }
 
+  // Does beforehand what seal() or open() of the next message can do without it.
+  void prepare_to_seal() noexcept { sends_.prepare(); }
+  void prepare_to_open() noexcept { receives_.prepare(); }
+
   // A stream of bytes, as records: the length of the plain bytes in 4, little endian; the sealed
   // bytes. Returns records of all of `plain`.
   std::string records(std::string_view plain);

@@ -143,6 +143,7 @@ void TcpTransport::push_out(Rank peer) {
     link.unsent = link.unsent.subspan(static_cast<std::size_t>(sent));
     if (link.unsent.empty()) finish_front(link);
   }
+  if (link.seal) link.seal->prepare_to_seal();  // the next one, while this one is on its way
 }
 
 // Returns whether the front frame can be sent.
@@ -194,7 +195,10 @@ bool TcpTransport::read_some(Rank peer) {
   if (link.ended) return false;
   const Bytes room = link.inbox.room();
   const ssize_t got = ::recv(link.socket.get(), room.data(), room.size(), MSG_DONTWAIT);
-  if (got < 0 && would_block(errno)) return false;
+  if (got < 0 && would_block(errno)) {
+    if (link.seal) link.seal->prepare_to_open();  // what is to come, while nothing is here
+    return false;
+  }
   if (got <= 0) {
     const std::string reason = got < 0 ? system_message("receiving failed", errno) : kClosed;
     link.ended = true;

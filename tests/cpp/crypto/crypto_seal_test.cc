@@ -96,8 +96,21 @@ TEST(CryptoSeal, BothEndsTakeTheNextKeyAfterAMillionMessages) {
   std::string message(kTagBytes, '\0');
   const Bytes bytes = std::as_writable_bytes(std::span(message));
   for (int i = 0; i < (1 << 20) + 2; ++i) {
+    if (i % 3 == 0) ends.one.prepare_to_seal();
+    if (i % 5 == 0) ends.other.prepare_to_open();
     ends.one.seal({}, {}, bytes.data());
     ASSERT_TRUE(ends.other.open({}, bytes)) << i;
+  }
+}
+
+TEST(CryptoSeal, PreparingChangesNoBytes) {
+  for (const Cipher cipher : {Cipher::kAes128Gcm, Cipher::kChaCha20Poly1305}) {
+    Ends plain(cipher), prepared(cipher);
+    for (const char* text : {"first", "second", "third"}) {
+      prepared.one.prepare_to_seal();
+      prepared.one.prepare_to_seal();
+      EXPECT_EQ(prepared.one.records(text), plain.one.records(text));
+    }
   }
 }
 
