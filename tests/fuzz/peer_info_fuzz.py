@@ -2,7 +2,7 @@
 
 input: a rank's AddressInfo, its host, its host information in a process group, why it gives up,
 the endpoint of rank 0's store, a question for its secret, its cost model, the sign of a door, or
-what a sponsor and its guests tell each other
+what a sponsor and its guests tell each other; the hello of a handshake, and its Side
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gradwire import _model
 from gradwire._bootstrap import (
     advertised_store,
     guests,
+    handshake,
     host_info,
     mesh,
     rendezvous_exchange,
@@ -23,6 +24,7 @@ from gradwire._bootstrap import (
 )
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
+from gradwire._host import encryption
 from gradwire._host.interfaces import is_loopback
 from instrument import cover
 
@@ -76,6 +78,13 @@ def test_one_input(data: bytes) -> None:
     with contextlib.suppress(RendezvousError):
         sign.unpack_sign(data, "job", b"secret")
         raise AssertionError("a foreign sign was believed")
+    with contextlib.suppress(encryption.Mismatch):
+        side = encryption.unpack_side(data)
+        assert encryption.unpack_side(side.pack()) == side
+        encryption.agree(side, side)  # two ends that are alike never exclude each other
+    with contextlib.suppress(handshake.HandshakeError):
+        hello = handshake.unpack_hello(data[:40].ljust(40, b"\0"), "job")
+        assert handshake.unpack_hello(hello.pack(), "job") == hello
     with contextlib.suppress(ValueError):
         invitation = guests.unpack_invitation(data)
         assert guests.unpack_invitation(invitation.pack()) == invitation
@@ -84,6 +93,16 @@ def test_one_input(data: bytes) -> None:
         assert len(guests.unpack_addresses(data, 2, 1).addresses) == 2
 
 
-cover(advertised_store, guests, host_info, mesh, rendezvous_exchange, sign, _model)
+cover(
+    advertised_store,
+    encryption,
+    guests,
+    handshake,
+    host_info,
+    mesh,
+    rendezvous_exchange,
+    sign,
+    _model,
+)
 atheris.Setup(sys.argv, test_one_input)
 atheris.Fuzz()
