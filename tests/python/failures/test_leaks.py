@@ -10,15 +10,17 @@ import ctypes
 import os
 import secrets
 import signal
+import statistics
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from census import Census, census, growth, held, threads
+from census import Census, allocated, census, growth, held, threads
 from gradwire import (
     Aborted,
     Communicator,
@@ -32,13 +34,16 @@ from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._communicator import from_mesh
-from ranks import PROCESS_TRANSPORTS, VANISHED, eventually, meshes, outcomes, vanish
+from gradwire._launch import at_exit
+from ranks import PROCESS_TRANSPORTS, VANISHED, eventually, meshes, outcomes, run, vanish
 
 P = 3
 ROUNDS, TURNS = 6, 3  # a round is so many turns
 MOST_GROWTH = 1 << 18  # bytes in a round; one communicator holds several MiB
 ELEMENTS = 100_000
 M_ARENA_MAX = -8  # of <malloc.h>
+DROPS, WARM_UP = 50, 4  # splits in a round; rounds in which Python's cache of attributes fills
+MOST_BYTES, MOST_BLOCKS = 400, 1.5  # that one of them may leave, as noise
 
 Ending = Callable[[Communicator], Communicator]
 
@@ -248,3 +253,33 @@ def test_nothing_is_left_of_a_rendezvous_that_failed() -> None:
             thread.join()
 
     assert_nothing_is_left(live_once)
+
+
+def drop_splits(comm: Communicator) -> None:
+    """Drops communicators, used ones and others; at the end none waits for its ranks."""
+    for i in range(DROPS):
+        made = comm.split(0)
+        assert made is not None
+        if i % 2:  # so is the last one, whose ranks made the same calls: its drop lets go of all
+            made.all_reduce(np.ones(10, np.float32))
+            eventually(lambda: all(core.settled() for core, _ in at_exit._unsettled))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_nothing_is_left_of_splits_that_are_dropped() -> None:
+    """Python makes its dict of all names anew now and then, so that the usual round counts."""
+
+    def usual_growth(counts: list[int]) -> float:
+        return statistics.median(after - before for before, after in pairwise(counts))
+
+    def body(comm: Communicator) -> list[tuple[int, int]]:
+        found = []
+        for _ in range(WARM_UP + ROUNDS):
+            drop_splits(comm)
+            found.append(allocated())
+        return found[WARM_UP:]
+
+    for found in run(2, body, transport="shm", processes=True):
+        print(found)
+        assert usual_growth([each for each, _ in found]) < MOST_BYTES * DROPS
+        assert usual_growth([blocks for _, blocks in found]) < MOST_BLOCKS * DROPS

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
@@ -40,6 +41,21 @@ def held() -> Census:
         len(maps),
         pages * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of <malloc.h>: the fifth count is hblkhd, the 8th uordblks."""
+
+    _fields_ = (("counts", ctypes.c_size_t * 10),)
+
+
+def allocated() -> tuple[int, int]:
+    """Bytes that malloc has given, and blocks of at most 512 B that Python makes of its own."""
+    gc.collect()
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = _MallocInfo
+    found = count().counts
+    return found[4] + found[7], sys.getallocatedblocks()
 
 
 def threads() -> int:
