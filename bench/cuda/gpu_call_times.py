@@ -1,7 +1,7 @@
-"""What calls from Python take on GPUs: two and four processes on one GPU.
+"""What calls from Python take on GPUs: two processes on one GPU.
 
 A stage of bench/gpu.py. Ranks exchange messages over NCCL where it lets ranks share a GPU, else by
-way of the host. Two ranks also try NCCL communicators that block (GRADWIRE_NCCL_BLOCKING), for
+way of the host; they also try NCCL communicators that block (GRADWIRE_NCCL_BLOCKING), for
 which NCCL starts no thread for each group. `host_seconds` is the time until a call returns,
 `seconds` that between two results, and `launches` the kernels and copies of one call, NCCL's among
 them. NCCL's own all_reduce, as algorithm="nccl", is what the others are compared with.
