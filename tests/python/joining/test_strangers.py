@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -12,11 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import gradwire
-import numpy as np
 import pytest
 from agent import agents_store
 from elastic_job import SECRET, elastic_job, has, train
@@ -39,7 +36,7 @@ from gradwire._bootstrap.through_torch.torch_store import TorchStore
 from gradwire._host import own_folder
 from gradwire._host.interfaces import LOOPBACK
 from gradwire._host.transport_kinds import DEFAULTS
-from ranks import LIMIT, eventually, reserved_store
+from ranks import LIMIT, eventually
 
 NOBODY = 65534  # the user id of a stranger
 as_another_user = pytest.mark.skipif(
@@ -474,140 +471,3 @@ def test_on_one_host_ranks_listen_on_unix_sockets_alone(
         pass
     assert len(published) >= 3
     assert all(info.unix and not info.port for info in published)
-
-
-# TCP without a secret, and secrets that are none
-
-
-def init_over_tcp(store: str) -> None:
-    gradwire.init(rank=0, size=2, store=store, timeout=5)
-
-
-def join_over_tcp(store: str) -> None:
-    gradwire.join(store=store, timeout=5)
-
-
-def serve_over_tcp(store: str) -> None:
-    serve.Server(1, store=store)
-
-
-def connect_over_tcp(store: str) -> None:
-    serve.connect([np.zeros(1, np.float32)], serve.SGD(lr=1.0), store=store, timeout=5)
-
-
-def serve_command(store: str) -> None:
-    run_command("serve", "--store", store)
-
-
-def door_over_tcp(store: str) -> None:
-    """The door opens on a thread, and `resize` says what kept it from that."""
-    with gradwire.init(rank=0, size=1) as comm:
-        comm.resize(store=store, min_ranks=2, wait=0.2)
-
-
-def run_command(*arguments: str) -> None:
-    from gradwire._tools import cli
-
-    errors: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "_say", lambda error, code: errors.append(str(error)) or code)
-        code = cli.main(list(arguments))
-    assert code == 1
-    raise RendezvousError(errors[0])
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        init_over_tcp,
-        join_over_tcp,
-        serve_over_tcp,
-        connect_over_tcp,
-        serve_command,
-        door_over_tcp,
-    ],
-)
-def test_over_tcp_a_secret_is_required_on_loopback_too(entry: Callable[[str], None]) -> None:
-    with reserved_store() as store, pytest.raises(RendezvousError) as raised:
-        entry(store)
-    assert "`export GRADWIRE_SECRET=$(openssl rand -hex 32)`" in str(raised.value)
-
-
-def test_insecure_is_said_and_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
-
-    def body(rank: int) -> int:
-        with gradwire.init(rank=rank, size=2, store=store, timeout=30) as comm:
-            return comm.size
-
-    with reserved_store() as store, ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(body, range(2))) == [2, 2]
-    assert f"whoever reaches the store at {store} can join" in caplog.text
-    assert [each.levelno for each in caplog.records if "INSECURE" in each.msg] == [logging.WARNING]
-
-
-def init_alone() -> None:
-    gradwire.init()
-
-
-def join_it() -> None:
-    gradwire.join(store="unix://nowhere", timeout=5)
-
-
-def serve_it() -> None:
-    serve.Server(1)
-
-
-def serve_by_command() -> None:
-    run_command("serve", "--shards", "1")
-
-
-def run_it() -> None:
-    run_command("run", "-n", "1", "/nonexistent.py")
-
-
-def group() -> None:
-    meet_in_group(0, 2, lambda own: [own, own], lambda mesh: None, Deadline(5))
-
-
-ENTRIES = [init_alone, join_it, serve_it, serve_by_command, run_it, group]
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_refuses_a_short_secret(
-    monkeypatch: pytest.MonkeyPatch, entry: Callable[[], None]
-) -> None:
-    monkeypatch.setenv("GRADWIRE_SECRET", "abc")
-    with pytest.raises(RendezvousError, match="the secret has 3 bytes, fewer than 16"):
-        entry()
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
-def test_every_entry_refuses_a_secret_that_others_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: Callable[[], None], mode: int
-) -> None:
-    (tmp_path / "secret").write_text(SECRET)
-    (tmp_path / "secret").chmod(mode)
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
-    with pytest.raises(RendezvousError, match="can be read by others"):
-        entry()
-
-
-def test_gradwire_run_gives_its_ranks_the_secret_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from gradwire._tools import cli
-
-    (tmp_path / "secret").write_text(SECRET)
-    (tmp_path / "secret").chmod(0o600)
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(tmp_path / "secret"))
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import sys, gradwire\n"
-        "with gradwire.init() as comm:\n"
-        f"    sys.exit(comm._mesh.job.secret != {SECRET.encode()!r})\n"
-    )
-    assert cli.main(["run", "-n", "2", str(script)]) == 0
