@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -14,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -194,6 +195,7 @@ class _Processes:
     ) -> None:
         self._fn, self._size, self._args = fn, size, args
         self._transports, self._timeout = transports, timeout
+        self._collects = gc.isenabled()
         self._secret = secrets.token_bytes(32)
         self._job = f"spawn-{secrets.token_hex(8)}"
         name = f"gradwire-{os.getuid()}-{self._job}"
@@ -218,8 +220,8 @@ class _Processes:
         process = context.Process(
             target=self._run_rank, args=(rank, theirs, os.getpid()), name=f"gradwire-rank-{rank}"
         )
-        with warnings.catch_warnings():  # about other threads, as the docstring does
-            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        with warnings.catch_warnings(), _nothing_collected():
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # as the docstring does
             process.start()
         theirs.close()
         return _Child(rank, process, ours)
@@ -229,6 +231,8 @@ class _Processes:
         if os.getppid() != parent:
             os._exit(1)
         gc.freeze()  # the parent's garbage may wait for threads that only the parent has
+        if self._collects:
+            gc.enable()
         openmp.use_one_thread()
         self._server.close()
         outcome = self._outcome(rank, pipe)
@@ -303,6 +307,18 @@ class _Processes:
                 child.process.join()
             child.process.close()
             child.pipe.close()
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Turns the garbage collector off; a fork inherits that, and turns it on when it is ready."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _sources(child: _Child) -> tuple[Connection[Any, Any], int]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import gradwire
@@ -83,8 +84,30 @@ def test_ranks_do_not_collect_what_their_parent_left() -> None:
     try:
         EndsAFork()
         assert spawn(lambda comm: gc.collect() >= 0, 2) == [True, True]
+        assert spawn(lambda comm: gc.isenabled(), 1) == [False]
     finally:
         gc.enable()
+        gc.collect()
+
+
+def test_a_fork_collects_nothing_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = ForkProcess._bootstrap  # type: ignore[attr-defined]
+
+    def begin_by_collecting(process: ForkProcess, **keywords: object) -> object:
+        if gc.isenabled():
+            gc.collect()
+        return begin(process, **keywords)
+
+    monkeypatch.setattr(ForkProcess, "_bootstrap", begin_by_collecting)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10**9)  # on, but the parent leaves its garbage
+    try:
+        EndsAFork()
+        assert spawn(lambda comm: gc.isenabled(), 2) == [True, True]
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.collect()
 
 
 def test_ranks_can_split_into_groups_of_different_sizes(threads: bool) -> None:
