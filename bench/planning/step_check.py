@@ -3,16 +3,13 @@
     python -m bench.planning.step_check             # between network namespaces, which takes root
     python -m bench.planning.step_check --emulated  # over gradwire's emulated links: no root
     python -m bench.planning.step_check --of bench/results/step-times-DATE.json  # measures nothing
-    python -m bench.planning.step_check --again bench/results/planned-steps-DATE.json \\
-        --links bench/results/model-DATE.json  # nor does this
 
 Two networks are trained over links of 100 Mbit/s and 1 Gbit/s by `step_times`, 4 ranks, and each
 codec's step is predicted from the time of the same step with a hook that averages nothing (which
 the planner cannot know) and a cost model of the links, which the ranks have tuned. Computing takes
 that step's time, or the processor time of all ranks over the machine's cores if that is more: ranks
 that do not wait for each other are not all at work at once. With `--of` the figures of a run of
-`step_times` are predicted, from its step over shared memory, and with `--again` those of an earlier
-run of this, by links as a run of `model_check` has measured them. Writes
+`step_times` are predicted, from its step over shared memory. Writes
 bench/results/planned-steps-DATE.json, .md and .png. Other work on the machine makes what is
 measured longer, and not what is predicted: run it alone.
 """
@@ -36,7 +33,6 @@ from gradwire._planner.walk import walk
 from gradwire._simulation.topology import flat
 from torch import nn
 
-from bench.collectives import refit
 from bench.common import job, result_files
 from bench.common.machine import OtherLoad
 from bench.common.result_files import RESULTS
@@ -73,10 +69,6 @@ def main() -> int:
     if options.of is not None:
         measured = json.loads(options.of.read_text(encoding="utf-8"))
         return _report(of_step_times(measured), f"measured on {measured['machine']}", options)
-    if options.again is not None:
-        earlier = json.loads(options.again.read_text(encoding="utf-8"))
-        tuned = None if options.links is None else links_of(options.links)
-        return _report(again(earlier, tuned), f"measured on {earlier['machine']}", options)
     why = None if options.emulated else links.missing()
     if why is not None:
         print(f"step_check: {why}; --emulated needs none of it", file=sys.stderr)
@@ -106,8 +98,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each method; default: 20")
     parser.add_argument("--batch", type=int, default=16, help="images a rank and step; default: 16")
     parser.add_argument("--of", type=Path, metavar="FILE", help="a json file of step_times")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="a json file of this program")
-    parser.add_argument("--links", type=Path, metavar="FILE", help="a json file of model_check")
     parser.add_argument("--tune", type=float, default=10.0, help="seconds of each network and link")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     return parser.parse_args()
@@ -131,36 +121,6 @@ def of_step_times(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         for method, measured in found["step_ms"][link].items()
         if method not in (*PEERS, LOCAL)
     ]
-
-
-def again(found: Mapping[str, Any], tuned: Mapping[str, CostModel] | None) -> list[dict[str, Any]]:
-    """The rows of a document of this program, predicted anew.
-
-    Links that `tuned` lacks have the processor's parameters of those that it has.
-    """
-    models = tuned or {}
-    base = next(iter(models.values()), CostModel())
-    rows = []
-    for row in found["cases"]:
-        model = models.get(row["link"])
-        seconds = predicted(
-            row["network"],
-            row["compute_ms"] / 1e3,
-            row["link"],
-            row["latency_us"] / 1e6,
-            row["method"],
-            model=model or base,
-            measured=model is not None,
-        )
-        rows.append({**row, "predicted_ms": seconds * 1e3})
-    return rows
-
-
-def links_of(path: Path) -> dict[str, CostModel]:
-    """Models of links held to a rate, fitted to what a run of model_check has measured."""
-    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    held = [c for c in cases if c["ranks"] == RANKS and c["link"] not in ("shm", "tcp")]
-    return {each.link: each.model for each in refit.refit(held)}
 
 
 def _case(network: str, link: str, options: argparse.Namespace) -> list[dict[str, Any]]:

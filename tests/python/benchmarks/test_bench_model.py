@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from bench.collectives import model_repeat, refit
 from bench.collectives.model_check import behind, chosen, error, measured, summary
-from bench.common.result_files import RESULTS
 
 
 def case(algorithm: str, *runs: tuple[float, list[float]], picked: str = "ring") -> dict[str, Any]:
@@ -49,24 +46,3 @@ def test_all_that_auto_chose_is_named() -> None:
     auto = case("auto", (1.0, [1.0]), (1.0, [1.0]))
     auto["runs"] += [{**auto["runs"][0], "chosen": "direct"}]
     assert chosen(auto) == "ring or direct"
-
-
-def test_runs_are_compared_case_by_case() -> None:
-    first = [case("ring", (1.0, [1.0]), (1.0, [1.1])), case("star", (1.0, [1.0]), (1.0, [1.0]))]
-    second = [case("star", (1.0, [1.3]), (1.0, [1.3])), case("none", (1.0, [9.0]))]
-    assert model_repeat.report(first, second)[0].endswith(
-        "in 100% (median 30%) of 1 cases; repetitions of a run in 0% (median 0%)"
-    )
-
-
-def test_a_fit_to_some_sizes_predicts_the_others() -> None:
-    found = json.loads((RESULTS / "model-2026-11-22.json").read_text(encoding="utf-8"))["cases"]
-    of_two = [each for each in found if (each["link"], each["ranks"]) == ("1gbit", 2)]
-    (group,) = refit.refit(of_two)
-    close, count = group.close(refit.HELD_OUT)
-    assert count == 14
-    assert close >= 12
-    # tc's bucket holds 20 kB where a host sends, and 40 kB where it receives.
-    assert 5e3 < group.model.parameters["between.burst"] < 5e4
-    assert group.model.parameters["between.beta"] == pytest.approx(8e-9 * 1514 / 1448, rel=0.05)
-    assert "| 4,096 \\* |" in "\n".join(refit.document([group]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gradwire import CostModel
 
 from bench.planning import step_check
 
@@ -49,16 +48,6 @@ def test_figures_of_step_times_are_predicted() -> None:
     assert [each["method"] for each in rows] == ["none", "int8"]
     assert all(abs(step_check.error(each)) < 0.2 for each in rows)
     assert "2 of 2" in step_check.summary(rows)
-
-
-def test_an_earlier_run_is_predicted_again() -> None:
-    """Its links by a fitted model of them; others with that model's processor."""
-    found = {"cases": [row("cnn", "1gbit", "none", 1.0), row("cnn", "100mbit", "none", 1.0)]}
-    fast = CostModel({"between.beta": 1e-12, "between.latency": 0.0})
-    near, far = step_check.again(found, {"1gbit": fast})
-    assert 10 < near["predicted_ms"] < 40
-    assert far["predicted_ms"] > 500
-    assert near["measured_ms"] == 100.0
 
 
 def test_the_document_counts_close_cases(tmp_path: Path) -> None:
