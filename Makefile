@@ -2,27 +2,18 @@
 #   make demo      set up, train a small network on 4 ranks, over a slow link and locally, print tables
 #   make test      set up, run the tests, C++ and Python
 #   make nightly   what takes longer: see CONTRIBUTING.md
-#   make fresh-clone  time `make demo` and `make test` as a new user would run them
-#   make test-under-load  `make test` TIMES=5 times, beside four busy loops and a memory hog
+#   make test-with WHAT=torch TORCH=2.7.1  the tests with something that the machine may lack; WHAT is a
+#                  script of .ci/with: arm64, cuda12, ray, rdma, torch, torch-suites or trainers
 #   make cuda      the CUDA part for one architecture, and its tests; needs nvcc, but no GPU
-#   make cuda12    the CUDA part for drivers of CUDA 12
-#   make arm64     the C++ tests, compiled for ARM64 and run by qemu
-#   make test-rdma the tests over RDMA, in a virtual machine that has a device
-#   make test-ray  the documentation's programs for Ray, in an environment that has Ray
-#   make test-trainers  the documentation's programs for accelerate and Lightning, likewise
-#   make test-torch-suites  torch's own tests, over gradwire
-#   make test-torch the tests of the backend and the hook with another torch: TORCH=2.7.1
 #   make bench     the pytest-benchmark bandwidth suites
-#   make wheel     a wheel for this Python and old Linux machines, in dist/;  make check-wheel tries it
+#   make wheel     a wheel for this Python and old Linux machines, in dist/, tried where no compiler is
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer;
 #                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
-#   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed
-#   make faults-training  COUNT=1000 of them in training over the backend of torch.distributed
-#   make faults-serve  COUNT=1000 of them in servers and clients of a parameter server
-#   make faults-elastic  COUNT=1000 jobs whose ranks die, stop and join at random
-#   make faults-elastic-training  COUNT=1000 such events in trainings that go on, by gradwire.torch.elastic
+#   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed. KIND=training
+#                  over the backend of torch.distributed, serving: servers and clients of a parameter
+#                  server, elastic: ranks that die, stop and join, elastic_training: the same in trainings
 #   make soak      MINUTES=120 of a bit of everything, after which memory must have come to a plateau
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
@@ -33,7 +24,6 @@ CLANG ?= clang++-19
 FUZZ_SECONDS ?= 60
 SANITIZE_CUDA ?= OFF
 COUNT ?= 1000
-TIMES ?= 5
 # Tests that run at once: they wait for each other's ranks most of the time.
 JOBS ?= $(shell echo $$(($(shell nproc) * 3)))
 CTEST := ctest --output-on-failure --no-tests=error -j $(JOBS) --test-dir
@@ -48,10 +38,8 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python nightly fresh-clone test-under-load test-rdma test-ray \
-  test-trainers test-torch test-torch-suites bench docs lint lint-check wheel check-wheel cuda cuda12 \
-  arm64 sanitize sanitize-build faults faults-training faults-serve faults-elastic \
-  faults-elastic-training soak fuzz fuzz-build build tools clean
+.PHONY: demo test test-cpp test-python test-with nightly bench docs lint lint-check wheel cuda sanitize \
+  sanitize-build faults soak fuzz fuzz-build build tools clean
 demo: build
 	@sh .ci/system-packages --demo
 	$(BIN)/python -m bench.training.demo $(ARGS)
@@ -77,28 +65,26 @@ test-python: build $(VENV)/test-packages
 
 # What takes too long for every change, beside what `make test` runs. SEED: of `make faults`.
 nightly:
-	$(MAKE) fresh-clone
+	$(PYTHON) tests/fresh_clone.py
 	$(MAKE) test NIGHTLY=1
 	$(MAKE) faults
-	$(MAKE) faults-training COUNT=100
-	$(MAKE) faults-serve COUNT=200
-	$(MAKE) faults-elastic COUNT=1000
-	$(MAKE) faults-elastic-training COUNT=300
+	$(MAKE) faults KIND=training COUNT=100
+	$(MAKE) faults KIND=serving COUNT=200
+	$(MAKE) faults KIND=elastic
+	$(MAKE) faults KIND=elastic_training COUNT=300
 	$(MAKE) soak
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
-	$(MAKE) test-rdma
-	$(MAKE) check-wheel
-	$(MAKE) cuda12
-	$(MAKE) test-ray
-	$(MAKE) test-trainers
-	$(MAKE) test-torch-suites NIGHTLY=1
-	$(MAKE) test-torch TORCH=$(OLDEST_TORCH)
-	$(MAKE) test-torch TORCH=$(NEWEST_TORCH)
-	$(MAKE) arm64
+	$(MAKE) wheel
+	$(MAKE) test-with WHAT=torch-suites NIGHTLY=1
+	$(MAKE) test-with WHAT=torch TORCH=2.7.1
+	$(MAKE) test-with WHAT=torch TORCH=2.15.0
+	for what in rdma cuda12 ray trainers arm64; do $(MAKE) test-with WHAT=$$what || exit; done
 
-fresh-clone:
-	$(PYTHON) tests/fresh_clone.py
+export PYTHON BIN JOBS TORCH ARGS NIGHTLY
+test-with: build $(VENV)/test-packages .system-packages
+	@echo "== Tests with $(WHAT)"
+	.ci/with/$(WHAT)
 
 # One architecture: others only repeat the compiler's last steps, and nothing here runs what is optimised.
 CUDA_BUILD := build/cuda
@@ -113,81 +99,9 @@ cuda: build $(VENV)/test-packages
 	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q \
 	  tests/python/gpus/test_cuda_build.py tests/python/gpus/test_cuda_code.py
 
-# The CUDA part for drivers of CUDA 12, which must load and export what nvcc's does.
-cuda12: build $(VENV)/test-packages
-	.ci/cuda12 $(BIN)/python build/cuda12/out
-	GRADWIRE_CUDA_SO=build/cuda12/out/libgradwire_cuda.so $(BIN)/python -m pytest -q tests/python/gpus/test_cuda_build.py
-
-test-under-load: build
-	$(BIN)/python tests/load.py --times $(TIMES) -- $(MAKE) test
-
-# On Debian, x86-64, as root; elsewhere says why not, and passes.
-test-rdma: build .system-packages
-	cmake -S . -B build/release -DGRADWIRE_TESTS=ON >/dev/null
-	ninja -C build/release transport_rdma_test
-	tests/rdma/run $(BIN)/python
-
-# Debian's cross-compiler, and its GoogleTest compiled by that. ARM64=regex chooses fewer tests.
-# Tests that execute themselves anew are left out: the kernel would need qemu for that (binfmt_misc). So is
-# the one that has the kernel watch its system calls: those are qemu's.
-ARM64 ?= .
-ARM64_CMAKE := cmake -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/arm64.cmake
-arm64: $(VENV)/tools
-	@sh .ci/system-packages --arm64
-	@echo "== Building the C++ tests for ARM64"
-	$(ARM64_CMAKE) -S /usr/src/googletest -B build/arm64/googletest -DBUILD_GMOCK=OFF \
-	  -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/arm64/prefix -DCMAKE_BUILD_TYPE=Release >/dev/null
-	ninja -C build/arm64/googletest install >/dev/null
-	$(ARM64_CMAKE) -S . -B build/arm64 -DGRADWIRE_PYTHON=OFF -DGRADWIRE_TESTS=ON -DGRADWIRE_CUDA=OFF \
-	  -DGRADWIRE_TEST_CUDA=OFF -DGTest_ROOT=$(CURDIR)/build/arm64/prefix >/dev/null
-	ninja -C build/arm64
-	@echo "== C++ tests for ARM64"
-	GTEST_FILTER='-*DeathTest.*:*.IsTheSameOfAllTables:SystemCalls.*' $(CTEST) build/arm64 -R '$(ARM64)'
-
-test-ray:
-	sh .ci/venv $(PYTHON) build/ray
-	build/ray/bin/python -m pip install --quiet -c constraints.txt . "ray[train]" torch
-	build/ray/bin/python tests/ray/run.py
-
-test-trainers:
-	sh .ci/venv $(PYTHON) build/trainers
-	build/trainers/bin/python -m pip install --quiet -c constraints.txt . accelerate lightning torch
-	build/trainers/bin/python tests/trainers/run.py
-
-# Torch's warnings are its own affair. Each worker imports torch's suites, which takes most of the time
-# of a few tests: those go faster with JOBS=2.
-test-torch-suites: build $(VENV)/test-packages
-	$(PYTEST) $(QUICK) -W default tests/torch_suites $(ARGS)
-
-# In an environment of its own, of several gigabytes unless pip finds a CPU build: PyPI has them for
-# ARM64 only, so PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves most of it.
-OLDEST_TORCH := 2.7.1
-NEWEST_TORCH := 2.15.0
-TORCH ?= $(NEWEST_TORCH)
-test-torch:
-	sh .ci/venv $(PYTHON) build/torch-$(TORCH)
-	build/torch-$(TORCH)/bin/python -m pip install --quiet . "torch==$(TORCH)" \
-	  $$($(PYTHON) .ci/requirements.py test)
-	build/torch-$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal \
-	  tests/python/torch_backend tests/python/torch_hook $(ARGS)
-
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build $(VENV)/test-packages
-	PYTHONPATH=tests $(BIN)/python -m faults --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-# The same in training over the backend of torch.distributed.
-faults-training: build $(VENV)/test-packages
-	PYTHONPATH=tests $(BIN)/python -m faults.training --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-# Servers and clients of a parameter server.
-faults-serve: build $(VENV)/test-packages
-	PYTHONPATH=tests $(BIN)/python -m faults.serving --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-faults-elastic: build $(VENV)/test-packages
-	PYTHONPATH=tests $(BIN)/python -m faults.elastic --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
-
-faults-elastic-training: build $(VENV)/test-packages
-	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults.elastic_training --count $(COUNT) \
+	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults$(if $(KIND),.$(KIND)) --count $(COUNT) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 MINUTES ?= 120
@@ -205,18 +119,16 @@ $(VENV)/documenters: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py docs)
 	@touch $@
 
-# GLIBC: the oldest that it is for.
+# GLIBC: the oldest that it is for. It is tried in a fresh environment, without a compiler, by tests that
+# go through most of what is compiled.
 GLIBC ?= 2.17
-wheel: $(VENV)/wheelwrights
-	@echo "== Building a wheel for glibc $(GLIBC)"
-	rm -rf dist
-	.ci/wheel $(BIN)/python dist $(GLIBC)
-
-# In a fresh environment, without a compiler; these tests go through most of what is compiled.
 WHEEL_TESTS := $(addsuffix .py,$(addprefix tests/python/,calls/test_collectives calls/test_error_texts \
   compression/test_feedback compression/test_python_codecs failures/test_closing failures/test_faults \
   torch_hook/test_torch_hook))
-check-wheel: wheel $(VENV)/test-packages
+wheel: $(VENV)/wheelwrights $(VENV)/test-packages
+	@echo "== Building a wheel for glibc $(GLIBC)"
+	rm -rf dist
+	.ci/wheel $(BIN)/python dist $(GLIBC)
 	.ci/check-wheel $(BIN)/python dist/*.whl $(WHEEL_TESTS)
 
 $(VENV)/wheelwrights: $(VENV)/tools

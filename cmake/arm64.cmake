@@ -1,5 +1,5 @@
 # Toolchain file: Debian's compiler for ARM64 on another machine, and qemu to run what it makes.
-# `make arm64` uses it.
+# `make test-with WHAT=arm64` uses it.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)  # GoogleTest asks for one

@@ -20,12 +20,12 @@ MACHINES = int(os.environ.get("RDMA_VM_SIZE", "0"))
 
 CLASS = Path("/sys/class/infiniband")
 _HAS_DEVICE = CLASS.is_dir() and any(CLASS.iterdir())
-_REMEDY = "`make test-rdma` brings one"
+_REMEDY = "`make test-with WHAT=rdma` brings one"
 on_a_device = pytest.mark.skipif(
     not _HAS_DEVICE or MACHINES > 1, reason=f"no RDMA device, or several machines: {_REMEDY}"
 )
 on_two_machines = pytest.mark.skipif(
-    MACHINES != 2, reason="not one of two virtual machines: `make test-rdma` makes them"
+    MACHINES != 2, reason="not one of two virtual machines: `make test-with WHAT=rdma` makes them"
 )
 
 Body = Callable[[Communicator], Any]

@@ -1,4 +1,4 @@
-"""Torch's own tests, over gradwire: `make test-torch-suites`."""
+"""Torch's own tests, over gradwire: `make test-with WHAT=torch-suites`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions of Python about rdma; its links have tests in C++ and by `make test-rdma`."""
+"""Decisions of Python about rdma; its links have tests in C++ and by `make test-with WHAT=rdma`."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 from ranks import LIMIT
 
 ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((ROOT / ".ci/with").iterdir())
 
 
 def commands(*words: str) -> str:
@@ -53,10 +54,22 @@ def test_make_test_leaves_nothing_out_but_nightly_tests() -> None:
 
 
 def test_every_run_of_ctest_fails_where_a_filter_matches_no_test() -> None:
-    text = commands("test-cpp", "CPP_TESTS=cc -E") + commands("sanitize", "arm64")
-    runs = [line for line in text.splitlines() if line.startswith(("ctest ", "GTEST_FILTER="))]
+    text = commands("test-cpp", "CPP_TESTS=cc -E") + commands("sanitize")
+    text += "".join(script.read_text() for script in SCRIPTS)
+    runs = [line for line in text.splitlines() if line.lstrip().startswith("ctest ")]
     assert len(runs) == 4
     assert all("--no-tests=error" in line for line in runs)
+
+
+def test_what_tests_may_run_with_is_named_and_run_nightly() -> None:
+    names = {script.name for script in SCRIPTS}
+    head, _, rest = (ROOT / "Makefile").read_text().partition("PYTHON ?=")
+    listed = re.search(r"script of \.ci/with: (.*?)\n#   make", head, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r"[a-z][a-z0-9-]+", listed[1])) - {"or"} == names
+    nightly = rest[rest.index("\nnightly:") : rest.index("\ntest-with:")]
+    assert {each for each in names if re.search(rf"\b{each}\b", nightly)} == names
+    assert all(os.access(script, os.X_OK) for script in SCRIPTS)
 
 
 def test_no_variable_of_ours_is_one_that_make_has_built_in() -> None:

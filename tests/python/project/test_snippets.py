@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.training.images import small_cnn
 
 ROOT = Path(__file__).parents[3]
-# docs/trainers.md needs packages of its own: `make test-trainers` runs its programs.
+# docs/trainers.md needs packages of its own: `make test-with WHAT=trainers` runs its programs.
 DOCUMENTS = (
     *("docs/ddp.md", "docs/optimizers.md", "docs/elastic.md"),
     *nightly("docs/compression.md", "docs/large_batches.md"),
