@@ -48,14 +48,14 @@ def role(
     snapshot: str | os.PathLike[str] | None = None,
     every: float = 60.0,
     timeout: float = 60.0,
-) -> Replica:
+) -> Replica | None:
     """Gives each process of a launch its role: the first ones serve a shard each, the others train.
 
-    Called by all processes that torchrun, srun, mpirun or `gradwire run` have started from one
-    program, as the first thing that it does. In the processes of rank 0 to `servers` - 1 the call
-    does not return: they serve until all others have ended, or until SIGINT or SIGTERM, and end
-    with exit code 0. In the others it returns their place; `connect` and `gradwire.torch.Downpour`
-    without `store` then find these servers, by `name`.
+    All processes that torchrun, srun, mpirun or `gradwire run` have started from one program call
+    it, as the first thing that the program does. In the processes of rank 0 to `servers` - 1 it
+    serves until all others have ended, or until SIGINT or SIGTERM, and returns None: the program
+    then has nothing left to do. In the others it returns their place at once; `connect` and
+    `gradwire.torch.Downpour` without `store` then find these servers, by `name`.
 
     Under ``gradwire run --servers`` the servers are there already, and all processes are replicas.
     `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts srun and mpirun
@@ -63,7 +63,8 @@ def role(
     none. `timeout` limits the meeting, in seconds.
 
     Raises InvalidArgument where no process would be left to train, ``--servers`` is another number
-    or it was called before, and RendezvousError, which names the ranks that are missing.
+    or it was called before, RendezvousError, which names the ranks that are missing, and in a
+    server Error where its last snapshot could not be written.
     """
     shards = arguments.whole(servers, "servers", least=1)
     launch = from_environment()
@@ -116,7 +117,9 @@ def role(
         if server is not None:
             patience = Deadline(arguments.seconds(timeout))
             server.run_while(_Lives(client, range(shards, launch.size), patience))
-            raise SystemExit(1 if server.snapshot_error else 0)
+            if server.snapshot_error:
+                raise Error(f"the last snapshot failed: {server.snapshot_error}")
+            return None
     _held.append(client)
     _directory.found(service)
     return Replica(launch.rank - shards, launch.size - shards, shards)

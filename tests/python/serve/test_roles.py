@@ -19,7 +19,9 @@ import os, signal, sys
 import numpy as np
 from gradwire import InvalidArgument, serve
 secret = os.environ.get("SECRET")
-me = serve.role(servers=2, secret=secret)
+me = serve.role(servers=2, secret=secret, snapshot=os.environ.get("SNAPSHOT"))
+if me is None:
+    sys.exit()
 if sys.argv[1:] == ["die"] and me.index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 pushing = me.replicas - (sys.argv[1:] == ["die"])
@@ -106,6 +108,30 @@ def test_under_srun_a_replica_may_die_alone(program: Path) -> None:
     ]
     ended = [(each.communicate(timeout=LIMIT)[0].strip(), each.returncode) for each in processes]
     assert ended == [("", 0), ("", 0), (BOTH[0], 0), ("", -9)]
+
+
+def test_a_last_snapshot_that_fails_is_an_error_of_its_server(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    spoil = f"os.rmdir({str(snapshot)!r}); open({str(snapshot)!r}, 'w').close()\nvalues = ["
+    text = PROGRAM.replace("servers=2", "servers=1").replace("== 2", "== 1")
+    program.write_text(text.replace("values = [", spoil, 1))
+    for name, value in {**SLURM, "SLURM_NTASKS": "2", "SNAPSHOT": str(snapshot)}.items():
+        monkeypatch.setenv(name, value)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [each.communicate(timeout=LIMIT)[1] for each in processes]
+    assert [each.returncode for each in processes] == [1, 0], errors
+    assert "gradwire.Error: the last snapshot failed: " in errors[0]
 
 
 def test_somebody_must_train(monkeypatch: pytest.MonkeyPatch, bare_environment: None) -> None:
