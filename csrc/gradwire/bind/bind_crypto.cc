@@ -7,6 +7,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/crypto/noise.h"
+#include "gradwire/crypto/primitives.h"
 
 namespace gradwire::bind {
 
@@ -71,6 +72,12 @@ void bind_crypto(py::module_& m) {
       .def("opened", &opened)
       .def_property_readonly("missing", &Seal::missing);
   bind_noise(m);
+  // Like all calls here it holds the interpreter's lock, and so does os.fork(): no child finds a
+  // lock of libcrypto held by a thread that it does not have. Python's hmac lets go of it
+  // meanwhile.
+  m.def("hmac_sha256", [](const py::bytes& key, const py::bytes& data) {
+    return to_python(crypto::hmac_sha256(view(key), {view(data)}).bytes());
+  });
   m.attr("NOISE_OVERHEAD") = Noise::kOverhead;
   m.def("has_aes", &has_aes);
   m.def("libcrypto_version", [] { return crypto::libcrypto().version; });

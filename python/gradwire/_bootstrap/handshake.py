@@ -156,7 +156,7 @@ def job_digest(job: str) -> bytes:
 
 def _psk(secret: bytes, purpose: Purpose, job: str) -> bytes:
     label = b"gradwire/2 " + purpose.name.lower().encode() + job_digest(job)
-    return hmac.digest(secret, label, "sha256")
+    return _core.hmac_sha256(secret, label)
 
 
 def _noise(initiator: bool, secret: bytes, hello: Hello) -> _core.Noise:

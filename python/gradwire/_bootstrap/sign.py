@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradwire import _core
 from gradwire._bootstrap.handshake import job_digest
 from gradwire._bootstrap.mesh import AddressInfo, unpack_address_info
 from gradwire._errors import RendezvousError
@@ -76,4 +77,4 @@ def secret_key_of(job: str) -> str:
 
 
 def _signature(job: str, secret: bytes, body: bytes) -> bytes:
-    return hmac.digest(secret, _LABEL + job_digest(job) + body, "sha256").hex().encode()
+    return _core.hmac_sha256(secret, _LABEL + job_digest(job) + body).hex().encode()
