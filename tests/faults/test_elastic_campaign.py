@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.timeout(300)
 def test_whoever_leaves_or_joins_the_others_stay_alike() -> None:
-    """One seed, so that a change is judged by what it did; `make faults KIND=elastic` draws new ones."""
+    """One seed, so that a change is judged by it; `make faults KIND=elastic` draws new ones."""
     command = [sys.executable, "-m", "faults.elastic", "--count", str(CASES), "--seed", "20261125"]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(

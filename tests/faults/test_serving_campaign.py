@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.mark.timeout(300)
 def test_whoever_fails_the_others_go_on() -> None:
-    """One seed, so that a change is judged by what it did; `make faults KIND=serving` draws new ones."""
+    """One seed, so that a change is judged by it; `make faults KIND=serving` draws new ones."""
     command = [sys.executable, "-m", "faults.serving", "--count", str(CASES), "--seed", "20261123"]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
