@@ -1,6 +1,6 @@
 """Runs the programs that docs/launching.md gives for Ray, on this machine.
 
-`make test-with WHAT=ray` calls it with the Python of a virtual environment that has Ray and gradwire: Ray's
+`make test-with WHAT=ray` calls it, by the Python of an environment with Ray and gradwire: Ray's
 workers do not see an editable install.
 """
 

@@ -20,7 +20,7 @@ pytestmark = on_a_device
 DEVICES = sorted(each.name for each in CLASS.iterdir()) if CLASS.is_dir() else []
 NOBODY = 65534
 on_two_devices = pytest.mark.skipif(
-    DEVICES != ["rxe0", "rxe1"], reason="needs Soft-RoCE's rxe0 and rxe1: `make test-with WHAT=rdma`"
+    DEVICES != ["rxe0", "rxe1"], reason="needs Soft-RoCE's rxe0 and rxe1: `make test-with`"
 )
 
 

@@ -1,6 +1,6 @@
 """Runs the programs of the documentation for accelerate and Lightning, on two ranks each.
 
-`make test-with WHAT=trainers` calls it with the Python of a virtual environment that has both and gradwire.
+`make test-with WHAT=trainers` calls it, by the Python of an environment that has both and gradwire.
 """
 
 from __future__ import annotations
