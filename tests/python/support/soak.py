@@ -96,12 +96,12 @@ def _regroup(comm: Communicator, draw: random.Random) -> Communicator:
     if draw.random() < 0.5:
         comm.should_resize()
         return comm.resize()
-    comm.barrier()
-    if comm.rank == draw.randrange(comm.size):
-        comm.abort("for the soak")
-    with contextlib.suppress(gradwire.Error):
-        while True:
+    aborts = comm.rank == draw.randrange(comm.size)
+    with contextlib.suppress(gradwire.Error):  # which may also reach a rank that is late here
+        comm.barrier()
+        while not aborts:
             comm.barrier()
+    comm.abort("for the soak")
     return comm.shrink()
 
 
@@ -135,6 +135,8 @@ def soak(rank: int, store: str, seconds: float, report: Callable[[int, Sample], 
     over = np.zeros(1, np.float32)
     while not over[0]:
         comm = _turn(comm, draw)
+        if comm.size != RANKS:
+            raise gradwire.Error(f"only {comm.size} of {RANKS} ranks are left")
         turns += 1
         passed = time.monotonic() - began
         if passed >= (reported + 1) * seconds / SAMPLES:
@@ -176,11 +178,16 @@ def main() -> int:
     for each in ranks:
         each.start()
     samples: dict[int, list[Sample]] = {rank: [] for rank in range(RANKS)}
-    while any(each.is_alive() for each in ranks) or not queue.empty():
+    while all(not each.exitcode for each in ranks) and (
+        any(each.is_alive() for each in ranks) or not queue.empty()
+    ):
         with contextlib.suppress(Exception):
             rank, sample = queue.get(timeout=1)
             samples[rank].append(Sample(*sample))
             _show(rank, samples[rank][-1])
+    for each in ranks:
+        each.kill()  # where another has failed
+        each.join()
     failed = [
         f"rank {n} ended with {each.exitcode}" for n, each in enumerate(ranks) if each.exitcode
     ]
