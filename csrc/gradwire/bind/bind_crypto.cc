@@ -78,6 +78,7 @@ void bind_crypto(py::module_& m) {
   m.def("hmac_sha256", [](const py::bytes& key, const py::bytes& data) {
     return to_python(crypto::hmac_sha256(view(key), {view(data)}).bytes());
   });
+  m.def("end_libcrypto_thread", [] { crypto::libcrypto().end_thread(); });
   m.attr("NOISE_OVERHEAD") = Noise::kOverhead;
   m.def("has_aes", &has_aes);
   m.def("libcrypto_version", [] { return crypto::libcrypto().version; });

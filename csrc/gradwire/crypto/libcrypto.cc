@@ -75,6 +75,7 @@ Libcrypto load() {
   find(handle, found.hmac, "HMAC");
   find(handle, found.random, "RAND_bytes");
   find(handle, found.clear_errors, "ERR_clear_error");
+  find(handle, found.end_thread, "OPENSSL_thread_stop");
   const char* (*version)(int) = nullptr;
   find(handle, version, "OpenSSL_version");
   found.version = version(0);

@@ -48,6 +48,7 @@ struct Libcrypto {
 
   int (*random)(unsigned char* out, int bytes);
   void (*clear_errors)();
+  void (*end_thread)();  // frees what the calling thread holds, else its end does
 };
 
 // Returns the library, which the first call loads: one that the process has loaded before, or the

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import describe_shortage
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.handshake import (
     BACKLOG,
     Admitted,
@@ -280,7 +281,7 @@ class _Acceptor:
         self._changed = threading.Condition()
         self._stopped = False
         self._error: Exception | None = None  # that ended the thread
-        self._thread = threading.Thread(target=self._run, name="gradwire-accept", daemon=True)
+        self._thread = AuthenticatingThread(target=self._run, name="gradwire-accept", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import listen
 from gradwire._bootstrap.handshake import (
     Authenticator,
@@ -86,7 +87,7 @@ class Door:
         self._selector.register(self._authenticator.fileno(), selectors.EVENT_READ)
         self._waiting = WaitingRoom()
         self._selector.register(self._waiting.fileno(), selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
+        self._thread = AuthenticatingThread(target=self._run, name="gradwire-door", daemon=True)
         _doors.add(self)
         self._thread.start()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.handshake import (
     BACKLOG,
     Authenticator,
@@ -103,7 +104,7 @@ class StoreServer:
         self._authenticator = Authenticator(listeners, job, secret, self._check)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="gradwire-store", daemon=True)
+        self._thread = AuthenticatingThread(target=self._run, name="gradwire-store", daemon=True)
 
     def start(self) -> StoreServer:
         """Begins to serve; returns itself."""

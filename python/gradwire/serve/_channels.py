@@ -19,6 +19,7 @@ from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.shortage import describe_shortage
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import listen, open_socket
 from gradwire._bootstrap.handshake import (
     LIMIT_SECONDS,
@@ -100,7 +101,7 @@ class Door:
         listeners, self.address = listen(transports, interface)
         self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="gradwire-door", daemon=True)
+        self._thread = AuthenticatingThread(target=self._run, name="gradwire-door", daemon=True)
 
     def open(self) -> None:
         """Begins to admit clients."""
@@ -131,7 +132,7 @@ class Door:
         for admitted in self._authenticator.poll(_POLL_SECONDS):
             try:
                 # Of its own, since the client may be slow to introduce itself.
-                threading.Thread(target=self._welcome, args=(admitted,), daemon=True).start()
+                AuthenticatingThread(target=self._welcome, args=(admitted,), daemon=True).start()
             except (RuntimeError, MemoryError) as error:  # it tries again, until its time is over
                 admitted.sock.close()
                 refusals.note("a client", f"there is no thread for it ({describe(error)})")

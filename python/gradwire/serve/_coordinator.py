@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import listen
 from gradwire._bootstrap.handshake import (
     Admitted,
@@ -105,7 +106,9 @@ class Coordinator:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._authenticator, selectors.EVENT_READ, None)
         self._selector.register(self._bell, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="gradwire-coordinator", daemon=True)
+        self._thread = AuthenticatingThread(
+            target=self._run, name="gradwire-coordinator", daemon=True
+        )
         self._thread.start()
 
     def evaluate(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._errors import Error, InvalidArgument, RendezvousError, Timeout, TransportError
 from gradwire.serve._histories import Versions
 
@@ -251,7 +252,7 @@ class LastingClient:
             if self._closed:
                 raise error
             if self._dialler is None:
-                dialler = threading.Thread(
+                dialler = AuthenticatingThread(
                     target=self._dial_alone, args=(client, error), name="gradwire-dial", daemon=True
                 )
                 self._dialler = dialler

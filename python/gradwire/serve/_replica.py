@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.keepalive import fail_with_host
@@ -149,7 +150,9 @@ class Replica:
         self._portions = portions
         with self._sock:
             self._say("hello", name=name, portions=portions)
-            listener = threading.Thread(target=self._listen, name="gradwire-replica", daemon=True)
+            listener = AuthenticatingThread(
+                target=self._listen, name="gradwire-replica", daemon=True
+            )
             listener.start()
             try:
                 while (task := self._next()) is not None:

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from gradwire import _core
+from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap import handshake, sign
 from gradwire._bootstrap.handshake import Hello, Purpose
 from ranks import LIMIT
@@ -26,7 +27,7 @@ def authenticate() -> None:
 
 
 def in_a_thread() -> None:
-    thread = threading.Thread(target=authenticate)
+    thread = AuthenticatingThread(target=authenticate)
     thread.start()
     thread.join()
 
