@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+_SYSTEM = "/usr/sbin:/sbin"  # where Debian has tc, and a user's PATH does not lead
 _LIMIT = 30.0  # seconds, after which the kernel is taken not to do it
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,10 +67,17 @@ class Namespace:
 
     def command(self, *words: str, text: str | None = None) -> str:
         """What a program prints when it runs in the namespace, with `text` to read."""
+        path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
+        command = [shutil.which(words[0], path=path) or words[0], *words[1:]]
         return self.run(
             lambda: (
                 subprocess.run(
-                    words, input=text, text=True, check=True, stdout=subprocess.PIPE, timeout=_LIMIT
+                    command,
+                    input=text,
+                    text=True,
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    timeout=_LIMIT,
                 ).stdout
             )
         )

@@ -37,6 +37,10 @@ METHODS = ("gloo", "none", "fp16", "lowrank+int8=0.05")
 RANKS, BATCH = 4, 16  # images per rank and step
 _HELD = 1.15  # times the rate: what is faster is not held to it
 _INSIDE = "DEMO_IN_USER_NAMESPACE"
+NO_FASHION_MNIST = (
+    "Fashion-MNIST is missing, so images are generated; to have it, install Debian's package "
+    'dataset-fashion-mnist, or name a folder of its files: make demo ARGS="--data FOLDER"'
+)
 
 
 class Link(NamedTuple):
@@ -91,11 +95,13 @@ def rate_or_none(name: str) -> links.Rate | None:
 
 def demonstrate(options: argparse.Namespace) -> int:
     """Trains, prints the tables, and returns the exit code."""
-    say(f"reading torch, and the images of {options.data or 'Fashion-MNIST'}")
+    say("reading torch, and images")
     from bench.training import demo_ranks, images
 
     demo_ranks.prepare()
     data = images.load(options.data)
+    if data.name == images.GENERATED:
+        say(NO_FASHION_MNIST)
     say(f"{data.name}, {len(data.train_labels):,} images; a CNN of 1.02 M parameters")
     parts = [over_slow_link] if options.link is not None else []
     parts += [over_shared_memory] if options.steps > 0 else []

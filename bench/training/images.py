@@ -16,6 +16,7 @@ from torch import nn
 
 CLASSES = 10
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
+GENERATED = "generated"  # the name of images that are
 
 _MOVED, _NOISE = 8, 2.0  # pixels at most, and standard deviations of a pattern: of generated images
 _FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -79,7 +80,7 @@ def generated(count: int = 20_000, test: int = 4_000, side: int = 28) -> Images:
     rows, columns = (down[:, None] + pixels)[:, :, None], (right[:, None] + pixels)[:, None, :]
     shown = patterns[labels[:, None, None], 0, rows, columns].unsqueeze(1)
     noisy = (shown + _NOISE * torch.randn(shown.shape, generator=random)).sigmoid()
-    return Images("generated", noisy[:count], labels[:count], noisy[count:], labels[count:])
+    return Images(GENERATED, noisy[:count], labels[:count], noisy[count:], labels[count:])
 
 
 def random_images(count: int, side: int = 28) -> Images:

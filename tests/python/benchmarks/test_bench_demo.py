@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +79,28 @@ def test_generated_images_are_the_same_everywhere_and_can_be_learned():
     means = torch.stack([data.train_images[data.train_labels == c].mean(0) for c in range(10)])
     nearest = torch.cdist(data.test_images.flatten(1), means.flatten(1)).argmin(1)
     assert (nearest == data.test_labels).float().mean() > 0.3  # 0.1 by chance
+
+
+def test_the_demo_says_why_its_images_are_generated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    few = images.generated(64, 8)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--link", "none", "--steps", "0"])
+    monkeypatch.setattr(images, "DEBIAN_FASHION_MNIST", tmp_path / "missing")
+    monkeypatch.setattr(images, "generated", lambda: few)
+    assert demo.demonstrate(demo.parse_options()) == 0
+    printed = capsys.readouterr().out
+    assert "dataset-fashion-mnist" in printed
+    assert "generated, 64 images" in printed
+
+
+def test_packages_that_cannot_be_installed_are_named(tmp_path: Path):
+    for name in ("sh", "id"):  # and neither ip nor apt-get
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    command = [str(tmp_path / "sh"), str(ROOT / ".ci" / "system-packages"), "--demo"]
+    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"sudo apt-get install .*iproute2$", ended.stdout)
 
 
 @pytest.mark.nightly

@@ -45,6 +45,12 @@ def test_plain_sockets_have_the_rate(shaped: links.ShapedLinks):
 
 
 @needs_links
+def test_the_path_of_most_users_is_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # Debian has tc elsewhere
+    links.ShapedLinks(1, links.rate("1gbit")).close()
+
+
+@needs_links
 def test_links_that_are_held_to_more_are_refused(shaped: links.ShapedLinks):
     shaped.rate = shaped.rate._replace(bits=shaped.rate.bits / 2)
     with pytest.raises(RuntimeError, match=r"not held to 20mbit(.|\n)*\| 100,000 \|.*too fast"):
