@@ -80,7 +80,7 @@ def stages(build: Path, architectures: str | None) -> list[Stage]:
     Without `architectures` all is built already. Else kernels are built first, with nothing of
     Python, and checked while the extension is built. Processes share a GPU by turns, which makes
     many small calls slow: those have waves of their own, and so have times (`speed`, `threads`,
-    `calls`, `ipc`, `steps`, `backend`); `graph` looks at how much memory is free.
+    `calls`, `steps`, `backend`); `graph` looks at how much memory is free.
     """
     made = _of(build, architectures or "")
     if architectures is not None:
@@ -110,14 +110,13 @@ def _of(build: Path, architectures: str) -> list[Stage]:
         Stage("steps", python("gpu_step_times"), 40, 6, needs=extension),
         Stage("loopback", python("gpu_loopback"), 60, 7, queues, extension),
         Stage("graph", python("gpu_graph"), 30, 8, queues, extension),
-        Stage("ipc", python("gpu_ipc"), 30, 9, needs=extension),
-        Stage("ranks", python("gpu_ranks"), 60, 10, needs=extension),
-        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 10, needs=extension),
-        Stage("hook", python("gpu_ddp"), 60, 11, needs=extension),
-        Stage("long arrays", [kernels, library, "long"], 30, 11, needs=core),
-        Stage("backend", python("gpu_backend"), 30, 12, needs=extension),
-        Stage("memcheck", sanitize("memcheck"), 20, 13, needs=core),
-        Stage("racecheck", sanitize("racecheck"), 20, 13, needs=core),
+        Stage("ranks", python("gpu_ranks"), 60, 9, needs=extension),
+        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 9, needs=extension),
+        Stage("hook", python("gpu_ddp"), 60, 10, needs=extension),
+        Stage("long arrays", [kernels, library, "long"], 30, 10, needs=core),
+        Stage("backend", python("gpu_backend"), 30, 11, needs=extension),
+        Stage("memcheck", sanitize("memcheck"), 20, 12, needs=core),
+        Stage("racecheck", sanitize("racecheck"), 20, 12, needs=core),
     ]
 
 
@@ -128,7 +127,6 @@ def simulated(build: Path) -> list[Stage]:
     kernels = [str(build / "bench/gpu_kernels"), str(library), "small"]
     programs = {  # and their waves; ranks waits more than it works
         "ranks": ("gpu_ranks", 0),
-        "ipc": ("gpu_ipc", 0),
         "loopback": ("gpu_loopback", 1),
         "graph": ("gpu_graph", 1),
         "hook": ("gpu_ddp", 1),

@@ -1,8 +1,8 @@
-"""Mapped memory between two ranks that are threads on one GPU: bits beside CPUs, then times.
+"""Calls of two ranks that are threads on one GPU: bits beside CPUs, then times.
 
 A stage of bench/gpu.py. Two processes on one GPU take turns of milliseconds, so only threads, whose
-kernels run side by side, show what a call takes. Each reads and writes the one GPU's memory, where
-ranks of two GPUs would use a link: a lower bound for these.
+kernels run side by side, show what a call takes. Messages are copies on the device, where ranks of
+two GPUs would use a link: a lower bound for these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 
 os.environ |= {
-    "GRADWIRE_GPU_LINKS": "ipc",
+    "GRADWIRE_GPU_LINKS": "loopback",
     "CUDA_MODULE_LOADING": "EAGER",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
@@ -35,7 +35,7 @@ _RANKS = 2
 
 def main() -> int:
     """Prints the row and times."""
-    with Row("mapped memory, threads", f"p={_RANKS}") as row:
+    with Row("calls between threads", f"p={_RANKS}") as row:
         try:
             place = gpu_arrays.Cupy()
         except ImportError as error:
@@ -78,7 +78,7 @@ def _times(comm: gradwire.Communicator, place: gpu_arrays.Place) -> list[dict[st
                 found.append(
                     {
                         "call": str(call),
-                        "links": "ipc, threads",
+                        "links": "loopback, threads",
                         "p": comm.size,
                         "bytes": size,
                         "host_seconds": host,

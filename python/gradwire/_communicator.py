@@ -178,7 +178,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """Counters of this rank's finished operations, including those on its GPU.
 
         On GPUs, codecs' seconds and the bytes of replayed CUDA graphs are not counted, and with
-        ``nccl+host`` and ``ipc+host`` not those within hosts.
+        ``nccl+host`` not those within hosts.
         """
         traffic = Traffic(*self._core.traffic)
         if self._gpu is None:

@@ -41,30 +41,18 @@ struct Fiber {
   Place place;
   std::byte* stack = nullptr;
   void* sanitizer = nullptr;
-  unsigned index = 0;
   bool done = true;
 };
 
-}  // namespace
-
-struct Crew {
-  std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<unsigned> ready, paused;
-  unsigned running = 0, alive = 0;
-  std::uint64_t events = 0;
-  std::function<void(unsigned)> work;
-};
-
-namespace {
-
 // Guarded by the lock of whoever runs a kernel.
-Crew* active = nullptr;
-std::vector<std::unique_ptr<Crew>> crews;
-std::vector<Crew*> idle;
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<unsigned> ready;
 Place scheduler;
 void* scheduler_sanitizer = nullptr;
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_size = 0;
+unsigned running = 0, alive = 0;
+const std::function<void(unsigned)>* work = nullptr;
 
 void before_switch([[maybe_unused]] void** save, [[maybe_unused]] const void* stack,
                    [[maybe_unused]] std::size_t size) {
@@ -85,22 +73,19 @@ void to_scheduler(Fiber& self) {
   after_switch(self.sanitizer, &scheduler_stack, &scheduler_stack_size);
 }
 
-// makecontext() hands over ints.
-void entry(unsigned high, unsigned low) {
+void entry(unsigned index) {
   after_switch(nullptr, &scheduler_stack, &scheduler_stack_size);
-  Fiber& self = *reinterpret_cast<Fiber*>(std::uintptr_t{high} << 32 | low);
+  Fiber& self = *fibers[index];
   for (;;) {  // one job after the other
-    active->work(self.index);
+    (*work)(index);
     self.done = true;
-    --active->alive;
-    ++active->events;
+    --alive;
     to_scheduler(self);
   }
 }
 
-std::unique_ptr<Fiber> make(unsigned index) {
+void make(unsigned index) {
   auto fiber = std::make_unique<Fiber>();
-  fiber->index = index;
   void* stack = ::mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (stack == MAP_FAILED) fatal("no memory for a fiber");
   fiber->stack = static_cast<std::byte*>(stack);
@@ -109,16 +94,14 @@ std::unique_ptr<Fiber> make(unsigned index) {
   context.uc_stack.ss_sp = stack;
   context.uc_stack.ss_size = kStack - kLine * first_line(index);
   context.uc_link = nullptr;
-  const auto address = reinterpret_cast<std::uintptr_t>(fiber.get());
-  makecontext(&context, reinterpret_cast<void (*)()>(entry), 2,
-              static_cast<unsigned>(address >> 32), static_cast<unsigned>(address));
+  makecontext(&context, reinterpret_cast<void (*)()>(entry), 1, index);
   fiber->place.entered = false;
-  return fiber;
+  fibers.push_back(std::move(fiber));
 }
 
 void run(unsigned index) {
-  Fiber& fiber = *active->fibers[index];
-  active->running = index;
+  Fiber& fiber = *fibers[index];
+  running = index;
   before_switch(&scheduler_sanitizer, fiber.stack, kStack);
   go(scheduler, fiber.place);
   after_switch(scheduler_sanitizer, nullptr, nullptr);
@@ -131,52 +114,29 @@ void fatal(const char* what) {
   std::abort();
 }
 
-Crew& take_crew(unsigned count, std::function<void(unsigned)> body) {
-  if (idle.empty()) idle.push_back(crews.emplace_back(std::make_unique<Crew>()).get());
-  Crew& crew = *idle.back();
-  idle.pop_back();
-  while (crew.fibers.size() < count)
-    crew.fibers.push_back(make(static_cast<unsigned>(crew.fibers.size())));
-  crew.work = std::move(body);
-  crew.alive = count;
-  crew.ready.clear();
-  crew.paused.clear();
+void run_fibers(unsigned count, const std::function<void(unsigned)>& body,
+                const std::function<std::size_t(const std::vector<unsigned>&)>& pick) {
+  while (fibers.size() < count) make(static_cast<unsigned>(fibers.size()));
+  work = &body;
+  alive = count;
+  ready.clear();
   for (unsigned i = 0; i < count; ++i) {
-    crew.fibers[i]->done = false;
-    crew.ready.push_back(i);
+    fibers[i]->done = false;
+    ready.push_back(i);
   }
-  return crew;
-}
-
-void give_back(Crew& crew) { idle.push_back(&crew); }
-
-bool run_fibers(Crew& crew, const std::function<std::size_t(const std::vector<unsigned>&)>& pick) {
-  active = &crew;
-  crew.ready.insert(crew.ready.end(), crew.paused.begin(), crew.paused.end());
-  crew.paused.clear();
-  while (crew.alive > 0) {
-    if (crew.ready.empty() && !crew.paused.empty()) return false;
-    if (crew.ready.empty()) fatal("a barrier that some thread of the block never reaches");
-    const std::size_t at = pick(crew.ready);
-    const unsigned next = crew.ready[at];
-    crew.ready[at] = crew.ready.back();
-    crew.ready.pop_back();
+  while (alive > 0) {
+    if (ready.empty()) fatal("a barrier that some thread of the block never reaches");
+    const std::size_t at = pick(ready);
+    const unsigned next = ready[at];
+    ready[at] = ready.back();
+    ready.pop_back();
     run(next);
   }
-  return true;
 }
 
-std::uint64_t events(const Crew& crew) { return crew.events; }
-
-unsigned current_fiber() { return active->running; }
-void suspend() {
-  ++active->events;
-  to_scheduler(*active->fibers[active->running]);
-}
-void resume(unsigned fiber) { active->ready.push_back(fiber); }
-void pause_fiber() {
-  active->paused.push_back(active->running);
-  to_scheduler(*active->fibers[active->running]);
-}
+unsigned current_fiber() { return running; }
+unsigned fibers_alive() { return alive; }
+void suspend() { to_scheduler(*fibers[running]); }
+void resume(unsigned fiber) { ready.push_back(fiber); }
 
 }  // namespace simulated

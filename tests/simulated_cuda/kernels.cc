@@ -18,17 +18,9 @@ struct Warp {
   unsigned arrived = 0;
   unsigned operation = 0;
 };
-
-// What the threads of a block share, but for what kernels declare as __shared__.
-struct Block {
-  unsigned index = 0;
-  unsigned late = 0;  // a warp that runs when hardly another can, or none
-  Crew* crew = nullptr;
-  std::vector<Warp> warps;
-  std::vector<unsigned> at_barrier;
-  int gathered[2] = {}, gathering[2] = {};  // of a barrier's predicates: any, count
-};
-Block* block = nullptr;  // that runs
+std::vector<Warp> warps;
+std::vector<unsigned> at_barrier;
+int gathered[2], gathering[2];  // of a barrier's predicates: any, count
 
 void set_thread(unsigned index) { threadIdx = {index, 0, 0}; }
 
@@ -40,97 +32,44 @@ void wait_here() {
 
 // At the barrier, with a predicate.
 void barrier(int predicate) {
-  block->gathering[0] |= predicate != 0 ? 1 : 0;
-  block->gathering[1] += predicate != 0 ? 1 : 0;
-  block->at_barrier.push_back(current_fiber());
-  if (block->at_barrier.size() < blockDim.x) return wait_here();
-  std::copy_n(block->gathering, 2, block->gathered);
-  std::fill_n(block->gathering, 2, 0);
-  for (unsigned each : block->at_barrier) resume(each);
-  block->at_barrier.clear();
+  gathering[0] |= predicate != 0 ? 1 : 0;
+  gathering[1] += predicate != 0 ? 1 : 0;
+  at_barrier.push_back(current_fiber());
+  if (at_barrier.size() < blockDim.x) return wait_here();
+  std::copy_n(gathering, 2, gathered);
+  std::fill_n(gathering, 2, 0);
+  for (unsigned each : at_barrier) resume(each);
+  at_barrier.clear();
   wait_here();  // one of them, in random order
-}
-
-void begin(Block& of, unsigned index, unsigned threads, const std::function<void()>& thread) {
-  of = {};
-  of.index = index;
-  of.warps.resize(threads / 32);
-  of.late = static_cast<unsigned>(random_bits()() % (threads / 16));
-  of.crew = &take_crew(threads, [&thread](unsigned each) {
-    set_thread(each);
-    thread();
-  });
-}
-
-// Returns whether the block has ended.
-bool run(Block& of) {
-  block = &of;
-  blockIdx = {of.index, 0, 0};
-  const bool over = run_fibers(*of.crew, [&of](const std::vector<unsigned>& ready) {
-    std::size_t at = random_bits()() % ready.size();
-    for (int tries = 0; tries < 16 && ready[at] / 32 == of.late; ++tries)
-      at = random_bits()() % ready.size();
-    return at;
-  });
-  if (over) give_back(*of.crew);
-  return over;
-}
-
-void set_sizes(unsigned blocks, unsigned threads) {
-  if (threads == 0 || threads % 32 != 0 || threads > 1024) fatal("a block of another size");
-  gridDim = {blocks, 1, 1};
-  blockDim = {threads, 1, 1};
-}
-
-std::vector<unsigned> shuffled(unsigned blocks) {
-  std::vector<unsigned> order(blocks);
-  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random_bits());
-  return order;
 }
 
 }  // namespace
 
 void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& thread) {
-  set_sizes(blocks, threads);
-  Block of;
-  for (unsigned index : shuffled(blocks)) {
-    begin(of, index, threads, thread);
-    if (!run(of)) fatal("a kernel waits that was not launched as one that may");
+  if (threads == 0 || threads % 32 != 0 || threads > 1024) fatal("a block of another size");
+  std::vector<unsigned> order(blocks);
+  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random_bits());
+  gridDim = {blocks, 1, 1};
+  blockDim = {threads, 1, 1};
+  unsigned late = 0;  // a warp that runs when hardly another can, or none
+  const auto pick = [&late](const std::vector<unsigned>& ready) {
+    std::size_t at = random_bits()() % ready.size();
+    for (int tries = 0; tries < 16 && ready[at] / 32 == late; ++tries)
+      at = random_bits()() % ready.size();
+    return at;
+  };
+  const std::function<void(unsigned)> body = [&](unsigned index) {
+    set_thread(index);
+    thread();
+  };
+  for (unsigned block : order) {
+    blockIdx = {block, 0, 0};
+    warps.assign(threads / 32, {});
+    at_barrier.clear();
+    late = static_cast<unsigned>(random_bits()() % (threads / 16));
+    run_fibers(threads, body, pick);
   }
-}
-
-struct WaitingGrid::Blocks {
-  std::vector<Block> left;
-};
-
-WaitingGrid::WaitingGrid(unsigned blocks, unsigned threads, std::function<void()> thread)
-    : blocks_(blocks), threads_(threads), thread_(std::move(thread)) {}
-WaitingGrid::~WaitingGrid() = default;
-
-WaitingGrid::State WaitingGrid::go_on() {
-  set_sizes(blocks_, threads_);
-  if (!begun_) {
-    begun_ = std::make_unique<Blocks>();
-    begun_->left.resize(blocks_);
-    for (unsigned i = 0; i < blocks_; ++i) begin(begun_->left[i], i, threads_, thread_);
-  }
-  bool moved = false;
-  for (unsigned at : shuffled(static_cast<unsigned>(begun_->left.size()))) {
-    Block& each = begun_->left[at];
-    const std::uint64_t before = events(*each.crew);
-    const bool over = run(each);
-    moved = moved || over || events(*each.crew) != before;
-    if (over) each.crew = nullptr;
-  }
-  std::erase_if(begun_->left, [](const Block& each) { return each.crew == nullptr; });
-  return begun_->left.empty() ? State::kOver : moved ? State::kMoved : State::kWaits;
-}
-
-void pause() {
-  const unsigned me = current_fiber();
-  pause_fiber();
-  set_thread(me);
 }
 
 void sync_threads() { barrier(0); }
@@ -140,7 +79,7 @@ unsigned lane() { return threadIdx.x % 32; }
 const std::uint64_t* exchange(unsigned mask, std::uint64_t mine) {
   if (mask != 0xFFFFFFFFU) fatal("an operation of a part of a warp");
   const unsigned me = current_fiber();
-  Warp& warp = block->warps[me / 32];
+  Warp& warp = warps[me / 32];
   auto& values = warp.values[warp.operation % 2];
   values[me % 32] = mine;
   if (++warp.arrived < 32) {
@@ -159,11 +98,11 @@ const std::uint64_t* exchange(unsigned mask, std::uint64_t mine) {
 // A thread reads what was gathered before any can gather anew: that takes all of them.
 int __syncthreads_or(int predicate) {
   simulated::barrier(predicate);
-  return simulated::block->gathered[0];
+  return simulated::gathered[0];
 }
 int __syncthreads_count(int predicate) {
   simulated::barrier(predicate);
-  return simulated::block->gathered[1];
+  return simulated::gathered[1];
 }
 int __syncthreads_and(int predicate) {
   return __syncthreads_count(predicate) == static_cast<int>(blockDim.x) ? 1 : 0;

@@ -7,10 +7,6 @@
 // threads; the mask of a warp's operation must be of all of them, and block sizes multiples of 32.
 // A barrier that some thread of the block never reaches ends the program with a message.
 //
-// Kernels that wait for other kernels are launched otherwise (launch_waiting): they run until they
-// pause(), and then others do. Memory that a process exports (cudaIpcGetMemHandle) is shared with
-// those that open its handle; SIMULATED_CUDA_IPC=0: that can't be.
-//
 // Streams are queues. Nothing runs until somebody waits (cudaStreamSynchronize, cudaEventQuery,
 // cudaFree): then operations run in random order, as far as streams and events let them, so that
 // what lacks an event gives wrong results. Handles 1 and 2 are the default stream and this thread's
@@ -50,11 +46,8 @@ enum cudaError_t : int {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
-  cudaErrorDeviceUninitialized = 201,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
-  cudaErrorPeerAccessAlreadyEnabled = 704,
-  cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorStreamCaptureIsolation = 905,
 };
@@ -127,34 +120,17 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
-cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* to, int byte, std::size_t bytes, cudaStream_t stream);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument);
 
-struct cudaIpcMemHandle_t {
-  char reserved[64];
-};
-inline constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address);
-cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t handle, unsigned flags);
-cudaError_t cudaIpcCloseMemHandle(void* address);
-cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
-
 namespace simulated {
 
 int launch(cudaStream_t stream, unsigned blocks, unsigned threads, std::function<void()> thread);
-// The same of a kernel that waits for others, by pause() in its loops: all its blocks are there at
-// once. What is __shared__ does not outlast a pause().
-int launch_waiting(cudaStream_t stream, unsigned blocks, unsigned threads,
-                   std::function<void()> thread);
-void pause();
 
 void sync_threads();
 unsigned lane();
@@ -184,7 +160,6 @@ int __syncthreads_count(int predicate);
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) { simulated::exchange(mask, 0); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane, int = 32) {

@@ -24,20 +24,10 @@ using Action = std::function<void()>;
 
 constexpr int kAtOnce = 20;  // operations that run while somebody asks for an event
 
-struct Operation {
-  Action action;
-  CUevent_st* event = nullptr;   // to wait for
-  std::uint64_t generation = 0;  // of it
-  void (*host)(void*) = nullptr;
-  void* argument = nullptr;
-  std::function<std::shared_ptr<simulated::WaitingGrid>()> kernel = {};  // that waits
-  std::shared_ptr<simulated::WaitingGrid> grid = {};                     // of it, once it has begun
-};
-
 struct Capture {
   std::uint64_t id = 0;
   cudaStream_t origin = nullptr;
-  std::vector<Operation> operations;  // in an order that streams and events allow
+  std::vector<Action> operations;  // in an order that streams and events allow
 };
 
 std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
@@ -56,6 +46,18 @@ struct CUevent_st {
   bool is_over(std::uint64_t generation) const { return !pending.contains(generation); }
 };
 
+namespace {
+
+struct Operation {
+  Action action;
+  CUevent_st* event = nullptr;   // to wait for
+  std::uint64_t generation = 0;  // of it
+  void (*host)(void*) = nullptr;
+  void* argument = nullptr;
+};
+
+}  // namespace
+
 struct CUstream_st {
   int device = 0;
   std::deque<Operation> queue;
@@ -65,7 +67,7 @@ struct CUstream_st {
 };
 
 struct SimulatedGraph {
-  std::vector<Operation> operations;
+  std::vector<Action> operations;
 };
 
 namespace {
@@ -84,7 +86,6 @@ struct Machine {
   std::vector<void*> freed;
   std::set<int> in_use;  // devices
   bool hangs = false;
-  bool waits_for_flags = false;  // a kernel does, which only other kernels can set
 
   int devices() const { return static_cast<int>(number_from("SIMULATED_CUDA_DEVICES", 1)); }
 };
@@ -139,17 +140,15 @@ bool can_run(const CUstream_st& stream) {
   return next.event == nullptr || next.event->is_over(next.generation);
 }
 
-// Whether the kernel at the head of the stream had anything to do.
-bool go_on(CUstream_st& stream) {
-  Operation& first = stream.queue.front();
-  if (!first.grid) first.grid = first.kernel();
-  const auto state = first.grid->go_on();
-  machine().waits_for_flags = true;
-  if (state == simulated::WaitingGrid::State::kOver) stream.queue.pop_front();
-  return state != simulated::WaitingGrid::State::kWaits;
-}
-
-void run_first(CUstream_st* stream) {
+// Runs one operation of some stream. Whether there was one.
+bool run_one(std::unique_lock<std::mutex>&) {
+  Machine& m = machine();
+  if (m.hangs) return false;
+  std::vector<cudaStream_t> able;
+  for (cudaStream_t each : m.streams)
+    if (can_run(*each)) able.push_back(each);
+  if (able.empty()) return false;
+  cudaStream_t stream = able[m.random() % able.size()];
   Operation next = std::move(stream->queue.front());
   stream->queue.pop_front();
   if (next.host != nullptr) {
@@ -163,34 +162,15 @@ void run_first(CUstream_st* stream) {
   } else if (next.action) {
     next.action();
   }
-}
-
-// Runs one operation of some stream, or a part of it. Whether there was one.
-bool run_one(std::unique_lock<std::mutex>&) {
-  Machine& m = machine();
-  m.waits_for_flags = false;
-  if (m.hangs) return false;
-  std::vector<cudaStream_t> able;
-  for (cudaStream_t each : m.streams)
-    if (can_run(*each)) able.push_back(each);
-  std::shuffle(able.begin(), able.end(), m.random);
-  for (cudaStream_t each : able) {
-    const bool waits = each->queue.front().kernel != nullptr;
-    if (waits && !go_on(*each)) continue;
-    if (!waits) run_first(each);
-    m.changed.notify_all();
-    return true;
-  }
-  return false;
+  m.changed.notify_all();
+  return true;
 }
 
 // Until done() holds. Where nothing can run, another thread has to bring it about.
 template <typename Done>
 void run_until(std::unique_lock<std::mutex>& lock, Done done) {
   while (!done())
-    if (!run_one(lock))
-      machine().changed.wait_for(
-          lock, std::chrono::microseconds(machine().waits_for_flags ? 100 : 50000));
+    if (!run_one(lock)) machine().changed.wait_for(lock, std::chrono::milliseconds(50));
 }
 
 bool idle(const CUstream_st& stream) { return !stream.busy && stream.queue.empty(); }
@@ -203,15 +183,9 @@ cudaError_t enqueue(cudaStream_t given, Operation operation) {
     stream->queue.push_back(std::move(operation));
     m.changed.notify_all();
   } else if (operation.host != nullptr) {
-    stream->capture->operations.push_back({[operation] { operation.host(operation.argument); },
-                                           nullptr,
-                                           0,
-                                           nullptr,
-                                           nullptr,
-                                           {},
-                                           {}});
-  } else if (operation.action || operation.kernel) {
-    stream->capture->operations.push_back(std::move(operation));
+    stream->capture->operations.push_back([operation] { operation.host(operation.argument); });
+  } else if (operation.action) {
+    stream->capture->operations.push_back(std::move(operation.action));
   }
   return cudaSuccess;
 }
@@ -224,7 +198,7 @@ cudaError_t allocate(void** address, std::size_t bytes, int device) {
   if (captures_anywhere()) return fail(cudaErrorStreamCaptureUnsupported);
   ++m.allocations;
   if (device >= 0) m.in_use.insert(device);
-  auto* data = static_cast<std::byte*>(simulated::allocate_pages(bytes == 0 ? 1 : bytes));
+  auto* data = static_cast<std::byte*>(std::malloc(bytes == 0 ? 1 : bytes));
   if (data == nullptr) return fail(cudaErrorMemoryAllocation);
   std::memset(data, 0xCD, bytes);
   m.memory[data] = {bytes == 0 ? 1 : bytes, device};
@@ -236,7 +210,7 @@ cudaError_t allocate(void** address, std::size_t bytes, int device) {
 void empty_freed() {
   Machine& m = machine();
   if (!std::ranges::all_of(m.streams, [](cudaStream_t each) { return idle(*each); })) return;
-  for (void* each : m.freed) simulated::free_pages(each);
+  for (void* each : m.freed) std::free(each);
   m.freed.clear();
 }
 
@@ -259,23 +233,11 @@ cudaError_t release(void* address) {
 namespace simulated {
 
 std::mt19937_64& random_bits() { return machine().random; }
-std::mutex& device_lock() { return machine().mutex; }
 
 int launch(cudaStream_t stream, unsigned blocks, unsigned threads, std::function<void()> thread) {
   ++launches;
   const std::lock_guard lock(machine().mutex);
   return enqueue(stream, {[=, thread = std::move(thread)] { run_grid(blocks, threads, thread); }});
-}
-
-int launch_waiting(cudaStream_t stream, unsigned blocks, unsigned threads,
-                   std::function<void()> thread) {
-  ++launches;
-  const std::lock_guard lock(machine().mutex);
-  Operation operation;
-  operation.kernel = [=, thread = std::move(thread)] {
-    return std::make_shared<WaitingGrid>(blocks, threads, thread);
-  };
-  return enqueue(stream, std::move(operation));
 }
 
 }  // namespace simulated
@@ -290,8 +252,6 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
-    case cudaErrorNotSupported:
-      return "operation not supported";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureIsolation:
@@ -444,7 +404,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   (*event)->device = current_device;
   return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   const std::lock_guard lock(machine().mutex);
   machine().destroyed.emplace_back(event);  // streams may still refer to it, and nobody waits
@@ -467,10 +426,6 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (event->capture != nullptr) return fail(cudaErrorStreamCaptureUnsupported);
   for (int i = 0; i < kAtOnce && !event->is_over(event->recorded); ++i) run_one(lock);
   return event->is_over(event->recorded) ? cudaSuccess : cudaErrorNotReady;
-}
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  *milliseconds = 1;
-  return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
@@ -512,9 +467,9 @@ SimulatedGraph* simulated_cuda_end_capture(cudaStream_t given) {
 }
 int simulated_cuda_launch_graph(SimulatedGraph* graph, cudaStream_t stream) {
   const std::lock_guard lock(machine().mutex);
-  for (const Operation& each : graph->operations)
-    if (const cudaError_t error = enqueue(stream, each); error != cudaSuccess) return error;
-  return cudaSuccess;
+  return enqueue(stream, {[graph] {
+                   for (const Action& each : graph->operations) each();
+                 }});
 }
 void simulated_cuda_free_graph(SimulatedGraph* graph) { delete graph; }
 void simulated_cuda_seed(std::uint64_t seed) {

@@ -99,7 +99,7 @@ void round(const Job& job, Arrays& of, Stream stream) {
 
 void sum(const Job& job, Arrays& of, Stream stream) {
   const Run run = job.run_of(of);
-  const auto stride = static_cast<std::uint64_t>(of.payloads[1] - of.payloads[0]);
+  const std::int64_t stride = of.payloads[1] - of.payloads[0];
   job.codec().decode({&run, 1}, {.payloads = {of.payloads[0], stride, kPayloads}}, nullptr, stream);
 }
 
@@ -107,7 +107,7 @@ void sum(const Job& job, Arrays& of, Stream stream) {
 void own(const Job& job, Arrays& of, Stream stream) {
   Run run = job.run_of(of);
   run.x = of.y;
-  const auto stride = static_cast<std::uint64_t>(of.payloads[1] - of.payloads[0]);
+  const std::int64_t stride = of.payloads[1] - of.payloads[0];
   Encoding how;
   how.received = {of.payloads[1], stride, kPayloads - 1};
   how.out = of.payloads[0];
@@ -117,9 +117,11 @@ void own(const Job& job, Arrays& of, Stream stream) {
 }
 
 void fold(const Job& job, Arrays& of, Stream stream) {
+  auto* const y = reinterpret_cast<std::byte*>(of.y);
+  const FoldRun run{y, y, job.n(), 0};
   check(job.api(),
-        job.api().fold(static_cast<int>(DType::kFloat32), static_cast<int>(ReduceOp::kSum), of.y,
-                       of.x, job.n(), stream),
+        job.api().fold_runs(static_cast<int>(DType::kFloat32), static_cast<int>(ReduceOp::kSum),
+                            &run, 1, {reinterpret_cast<const std::byte*>(of.x), 0, 1}, 1, stream),
         "fold");
 }
 
@@ -193,7 +195,8 @@ Job::Job(const Api& api, std::string_view name, std::uint64_t n, int sets) : on_
   work_ = kind.work;
   const bool needs_onebit = std::string_view(kind.codec).starts_with("onebit");
   const bool needs_topk = std::string_view(kind.codec).starts_with("topk");
-  if ((needs_onebit && api.onebit_encode == nullptr) || (needs_topk && api.topk_encode == nullptr))
+  if ((needs_onebit && api.onebit_encode_runs == nullptr) ||
+      (needs_topk && api.topk_encode_runs == nullptr))
     throw InvalidArgument("the library has no " + std::string(kind.codec));
   if (*kind.codec != '\0') codec_ = Codec::make(api, *codec::make_codec(kind.codec));
   for (int i = 0; i < sets; ++i) {

@@ -18,11 +18,11 @@ std::vector<std::string_view> codec_specs(bool small);
 std::vector<std::size_t> codec_lengths(std::string_view spec, bool small);
 // Encoding, decoding and summing n elements of every kind.
 void check_codec(const Device& on, std::string_view spec, std::size_t n, bool small, Row& row);
-// fold, fold_all and scale, every dtype and op.
+// Folds, every dtype and op.
 void check_elements(const Device& on, bool small, const Guarded& guarded);
 // lowrank's passes over a matrix.
 void check_matrices(const Device& on, bool small, const Guarded& guarded);
-// Payloads put together, and such as a codec refuses.
+// Payloads that a codec refuses.
 void check_payloads(const Device& on, bool small, const Guarded& guarded);
 // What needs 64-bit sizes, as far as the device has memory.
 void check_long(const Device& on, const Guarded& guarded);

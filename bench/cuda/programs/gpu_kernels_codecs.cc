@@ -199,7 +199,8 @@ class OnGpu {
     }
     const Run run{.y = y_.data(), .n = n_};
     made.summed = found([&] {
-      codec_->decode({&run, 1}, {.payloads = {three_.data(), bytes, 3}}, nullptr, on_.stream);
+      codec_->decode({&run, 1}, {.payloads = {three_.data(), static_cast<std::int64_t>(bytes), 3}},
+                     nullptr, on_.stream);
     });
   }
   // Of the same call once more, where nothing was adapted yet; y takes x's place.

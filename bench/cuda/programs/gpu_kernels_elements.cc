@@ -35,7 +35,8 @@ void check_fold(const Device& on, const Elements& of, std::size_t shift, Row& ro
   Payload expected = of.a;
   fold_on_cpu(dtype, of.op, expected, of.b.data(), of.n);
   const DeviceArray<std::byte> acc(on, of.a), x(on, of.b, shift * size_of(of.dtype));
-  on.run(on.api.fold(dtype, of.op, acc.data(), x.data(), of.n, on.stream), "fold");
+  const FoldRun run{acc.data(), acc.data(), of.n, 0};
+  on.run(on.api.fold_runs(dtype, of.op, &run, 1, {x.data(), 0, 1}, 1, on.stream), "fold");
   bool intact = true;
   row.expect_same(acc.values(intact), expected, "fold of " + std::to_string(of.n));
   row.expect_same(x.values(intact), of.b, "what was folded");
@@ -43,7 +44,7 @@ void check_fold(const Device& on, const Elements& of, std::size_t shift, Row& ro
 }
 
 // Both arrays and the first again, and their average where it is asked for.
-void check_fold_all(const Device& on, const Elements& of, Row& row) {
+void check_fold_of_three(const Device& on, const Elements& of, Row& row) {
   const int dtype = static_cast<int>(of.dtype);
   const int divisor = of.op == static_cast<int>(ReduceOp::kAvg) ? 3 : 1;
   Payload all = of.a, expected = of.a;
@@ -54,9 +55,11 @@ void check_fold_all(const Device& on, const Elements& of, Row& row) {
                               kept.data() + 2 * of.a.size()};
   codec::fold_all(of.dtype, static_cast<ReduceOp>(of.op), parts, 0, expected.data(), divisor, of.n);
   const DeviceArray<std::byte> x(on, all), y(on, Payload(of.a.size(), std::byte{0xEE}));
+  const FoldRun run{x.data(), y.data(), of.n, 0};
+  const auto stride = static_cast<std::int64_t>(of.a.size());
   on.run(
-      on.api.fold_all(dtype, of.op, x.data(), of.a.size(), 3, y.data(), divisor, of.n, on.stream),
-      "fold_all");
+      on.api.fold_runs(dtype, of.op, &run, 1, {x.data() + stride, stride, 2}, divisor, on.stream),
+      "fold of three");
   bool intact = true;
   row.expect_same(y.values(intact), expected, "fold of three, " + std::to_string(of.n));
   row.expect(intact, "written beyond an array");
@@ -193,7 +196,7 @@ void check_elements(const Device& on, bool small, const Guarded& guarded) {
           const Elements of{dtype, op, n, draw_elements(dtype, n, data, random),
                             draw_elements(dtype, n, data, random)};
           check_fold(on, of, n % 2, row);
-          check_fold_all(on, of, row);
+          check_fold_of_three(on, of, row);
         }
     });
 }

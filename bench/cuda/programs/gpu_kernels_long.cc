@@ -84,7 +84,11 @@ void check_fold(const Device& on, std::uint64_t n, Row& row) {
   Floats expected(kPattern);
   for (std::uint64_t i = 0; i < kPattern; ++i) expected[i] = a[i] + b[i];
   const int dtype = static_cast<int>(DType::kFloat32), op = static_cast<int>(ReduceOp::kSum);
-  on.run(on.api.fold(dtype, op, acc.data(), x.data(), n, on.stream), "fold");
+  auto* const y = reinterpret_cast<std::byte*>(acc.data());
+  const FoldRun run{y, y, n, 0};
+  on.run(on.api.fold_runs(dtype, op, &run, 1, {reinterpret_cast<std::byte*>(x.data()), 0, 1}, 1,
+                          on.stream),
+         "fold");
   expect_pattern(acc, expected, "sum", row);
 }
 

@@ -8,7 +8,6 @@
 #include "gradwire/bind/module.h"
 #include "gradwire/cuda/device.h"
 #include "gradwire/cuda/messages/messages_host.h"
-#include "gradwire/cuda/messages/messages_ipc.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
 #include "gradwire/cuda/messages/messages_routed.h"
 #include "gradwire/cuda/model.h"
@@ -36,35 +35,6 @@ shared_ptr<CudaMessages> by_host(shared_ptr<Communicator> carrier, int device, d
   made->messages = std::make_unique<cuda::HostMessages>(api, carrier->get(), timeout,
                                                         cuda::HostTurns::here(api));
   made->kept.push_back(std::move(carrier));
-  return made;
-}
-
-// This rank's staging until it becomes messages.
-struct CudaStaging {
-  std::unique_ptr<cuda::OwnStaging> own;
-};
-
-shared_ptr<CudaStaging> make_staging(int size, int device) {
-  const cuda::OnDevice here(cuda_api(), device);
-  return std::make_shared<CudaStaging>(std::make_unique<cuda::OwnStaging>(cuda_api(), size));
-}
-
-py::bytes address_of(const CudaStaging& staging) {
-  const cuda::StagingAddress& address = staging.own->address();
-  return {reinterpret_cast<const char*>(&address), sizeof address};
-}
-
-shared_ptr<CudaMessages> by_ipc(CudaStaging& staging, const std::vector<std::string>& addresses,
-                                Rank rank, int device) {
-  const cuda::OnDevice here(cuda_api(), device);
-  std::vector<cuda::StagingAddress> all(addresses.size());
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (addresses[r].size() != sizeof all[r]) throw InvalidArgument("this is no staging's address");
-    std::memcpy(&all[r], addresses[r].data(), sizeof all[r]);
-  }
-  auto made = std::make_shared<CudaMessages>();
-  made->messages =
-      std::make_unique<cuda::IpcMessages>(cuda_api(), rank, std::move(staging.own), all);
   return made;
 }
 
@@ -142,15 +112,10 @@ std::tuple<std::string, std::string> device_identity(int device) {
 void bind_gpu(py::module_& m) {
   py::class_<cuda::Loopback, shared_ptr<cuda::Loopback>>(m, "CudaLoopback")
       .def(py::init(&make_loopback), py::arg("size"));
-  py::class_<CudaStaging, shared_ptr<CudaStaging>>(m, "CudaStaging")
-      .def(py::init(&make_staging), py::arg("size"), py::arg("device"), WithoutLock())
-      .def_property_readonly("address", &address_of);
   py::class_<CudaMessages, shared_ptr<CudaMessages>>(m, "CudaMessages")
       .def_static("loopback", &loopback, py::arg("shared"), py::arg("rank"), py::arg("device"),
                   py::arg("timeout"))
       .def_static("host", &by_host, py::arg("carrier"), py::arg("device"), py::arg("timeout"))
-      .def_static("ipc", &by_ipc, py::arg("staging"), py::arg("addresses"), py::arg("rank"),
-                  py::arg("device"), WithoutLock())
       .def_static("nccl_id", &nccl_id, py::arg("search"))
       .def_static("nccl", &by_nccl, py::arg("id"), py::arg("rank"), py::arg("size"),
                   py::arg("device"), py::arg("timeout"), py::arg("search"), py::arg("blocking"),
@@ -192,7 +157,7 @@ void bind_gpu(py::module_& m) {
       .def("should_stop", &Gpu::should_stop, WithoutLock())
       .def("should_resize", &Gpu::should_resize, WithoutLock())
       .def("set_model", &Gpu::set_model, py::arg("model"))
-      .def("close", &Gpu::close, py::arg("parted") = false, WithoutLock())
+      .def("close", &Gpu::close, WithoutLock())
       .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
       .def("require_alive", &Gpu::require_alive, WithoutLock())
       .def("require_success", &Gpu::require_success, WithoutLock())

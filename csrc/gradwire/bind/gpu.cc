@@ -64,7 +64,7 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
   feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
 }
 
-bool Gpu::finish(double timeout) { return parts()->monitor->finish(timeout); }
+void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
 
 bool Gpu::should_stop() { return parts()->monitor->should_stop(check_signals); }
 
@@ -88,12 +88,11 @@ std::uint64_t Gpu::sent() const {
   return parts_ ? parts_->gpu->sent() : sent_;
 }
 
-void Gpu::close(bool parted) {
+void Gpu::close() {
   if (is_cuda_elsewhere()) return;
   std::unique_lock lock(mutex_);
   if (!parts_) return;
   sent_ = parts_->gpu->sent();
-  if (parted) parts_->gpu->part();
   const auto last = std::move(parts_);
   lock.unlock();
 }

@@ -34,7 +34,7 @@ class Gpu {
   // Any thread may call all of these, even while close() is under way. In a fork calls throw
   // Aborted, and abort() and close() do nothing.
   void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
-  bool finish(double timeout);
+  void finish(double timeout);
   bool should_stop();
   bool should_resize();
   // Before the first call.
@@ -45,8 +45,7 @@ class Gpu {
   std::uint64_t sent() const;
   std::string messages() const { return messages_; }
   // Releases everything. What is enqueued must be over, or have failed. Later calls throw Aborted.
-  // `parted`: it is over on all ranks, and they make no more calls.
-  void close(bool parted = false);
+  void close();
 
  private:
   struct Parts;

@@ -20,7 +20,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 7;
+inline constexpr std::uint32_t kApiVersion = 8;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -81,11 +81,17 @@ struct Run {
 
 // Messages of one layout: a run's payload in message j is at first + j · stride + run.payload, or
 // run.received. Where the codec's size varies, a payload is a table of its units' sizes, padded to
-// kPayloadAlignment, and then their slots (Slotted in messages/messages.h).
+// kPayloadAlignment, and then their slots (Slotted in messages/messages.h). Messages that an
+// encoder adds may lie in two stretches: from message `turn` on, they are `jump` bytes further.
 struct Payloads {
   const std::byte* first = nullptr;
-  std::uint64_t stride = 0;
+  std::int64_t stride = 0;
   int count = 0;
+  int turn = 0;
+  std::int64_t jump = 0;
+
+  // Returns how far behind the first one message j is.
+  constexpr std::int64_t offset(int j) const { return j * stride + (j >= turn ? jump : 0); }
 };
 
 // What an encoder does beside encoding. It adds `received` to x, one payload after the other,
@@ -132,17 +138,6 @@ struct Int8Rounding {
   std::uint64_t element;  // index of the run's first element in its extent
 };
 
-// A payload of a codec whose size varies. Where `offsets` is null, each unit of its elements has a
-// slot of aligned(the most bytes of one unit): the unit's bytes begin the slot, and its other bytes
-// are undefined. Else the payload is packed, and `offsets` is units + 1 numbers in device memory:
-// where each unit's bytes begin, and where the last ones end. Whoever makes them ensures that they
-// ascend and that none is beyond the payload's end. A unit of a packed payload that leaves some of
-// its bytes is refused.
-struct Slots {
-  const std::byte* data;
-  const std::uint64_t* offsets;
-};
-
 enum class Cast : std::int32_t { kFp16, kBf16 };
 enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // how topk sends values
 
@@ -158,45 +153,6 @@ struct DeviceInfo {
   std::uint64_t memory;  // bytes
   char bus_id[32];
   std::uint8_t uuid[16];
-};
-
-// Names device memory to other processes of the host, which map it (cudaIpcMemHandle_t).
-struct MemoryHandle {
-  std::byte bytes[64];
-};
-
-// The most ranks that map each other's memory.
-inline constexpr int kMostMapped = 16;
-
-// Staging: device memory of each rank that all of them map (plugin/staging.cuh). Only its own rank
-// writes there; the others read, once a counter there tells them to.
-struct Staging {
-  std::byte* of[kMostMapped] = {};       // by rank, where this process has it
-  const std::uint32_t* ended = nullptr;  // pinned; unless it is 0, kernels wait for no rank
-  int rank = 0;
-  int size = 0;
-};
-
-// A message to or from a rank, in the order of the two ranks' messages.
-struct StagedMessage {
-  std::byte* data;  // it is only read where it is sent
-  std::uint64_t bytes;
-  std::int32_t peer;
-  bool is_sent;
-};
-// The most messages of one launch.
-inline constexpr int kMostStaged = 120;
-
-// A run of elements that all ranks have. y := the sum of x of all ranks, in this order: that of
-// `owner`, of the rank before it, and so on; so do schedules where each rank sends `owner` its x.
-struct SummedRun {
-  const std::byte* x = nullptr;
-  std::byte* y = nullptr;  // may be x
-  std::uint64_t n = 0;
-  int owner = 0;
-  RunFeedback run_feedback{};  // for codecs
-  std::uint64_t call = 0;      // for Int8Rounding
-  std::uint64_t element = 0;   // likewise: index of the first element in its extent
 };
 
 // A matrix and its factors (codec/factors.h).
@@ -255,73 +211,30 @@ struct Api {
   // *capture := 0 where the stream is not being captured, else a number of the capture.
   Status (*capture_of)(Stream stream, std::uint64_t* capture);
   Status (*create_event)(Event* event);  // without timing
-  Status (*create_timing_event)(Event* event);
   Status (*destroy_event)(Event event);
   Status (*record)(Event event, Stream stream);
   Status (*wait)(Stream stream, Event event);
   Status (*query)(Event event, int* done);
-  Status (*elapsed)(Event from, Event to, float* milliseconds);
   Status (*copy)(void* to, const void* from, std::size_t bytes, CopyKind kind, Stream stream);
   Status (*fill)(void* to, int byte, std::size_t bytes, Stream stream);
   // The function may not call CUDA. Later work on the stream waits for it.
   Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
 
-  // ---- Memory that several ranks map (plugin/runtime.cu, exchange.cu, reduce.cu) ----
-  Status (*export_memory)(void* address, MemoryHandle* handle);  // what allocate() has given
-  // Maps what another process has exported, also where it is another GPU's.
-  Status (*import_memory)(const MemoryHandle* handle, void** address);
-  Status (*close_memory)(void* address);
-  // Lets this thread's device use memory of another device of this process.
-  Status (*use_peer)(int device);
-  std::size_t (*staging_bytes)(int size);  // that each of `size` ranks needs, all 0 at first
-  // Copies messages through staging. The kernel ends once all of them have come, and all that are
-  // sent are in staging. At most kMostStaged.
-  Status (*exchange)(const Staging&, const StagedMessage* messages, int count, Stream);
-  // An all_reduce of many runs, the same on all ranks but for their addresses, averaged over
-  // `divisor` ranks. `one_shot`: each rank reads all that the others have, and sums; else its own
-  // part, and then the others' sums. The runs of an owner follow each other, those of owner 0
-  // first.
-  Status (*reduce_staged)(const Staging&, int dtype, int op, const SummedRun* runs, int count,
-                          int divisor, bool one_shot, Stream);
-  // The same of floats in fp16 or bf16, with the payloads and residuals of the schedule `direct`:
-  // y := the decoded sum, times factor.
-  Status (*cast_reduce)(const Staging&, Cast, float scale, const SummedRun* runs, int count,
-                        float factor, std::uint32_t* flags, Stream);
-  // The same in int8. Of the rounding, `call` and `element` are the runs'. A block's payload takes
-  // at most staged_unit_bytes(), and so does a slot of onebit.
-  Status (*int8_reduce)(const Staging&, std::uint64_t block, Int8Rounding, const SummedRun* runs,
-                        int count, float factor, std::uint32_t* flags, Stream);
-  Status (*onebit_reduce)(const Staging&, std::uint64_t block, const SummedRun* runs, int count,
-                          float factor, std::uint32_t* flags, Stream);
-  std::size_t (*staged_unit_bytes)();
-
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
-  // acc := acc (op) x. The two may be equal, but may not overlap otherwise.
-  Status (*fold)(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream);
-  // y := x[0] (op) x[1] (op) … in this order, averaged over `divisor` ranks unless that is 1; x[i]
-  // begins at x + i · stride bytes. y may be x.
-  Status (*fold_all)(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
-                     int divisor, std::uint64_t n, Stream);
+  // y := x (op) addends of each run, in this order, averaged over `divisor` ranks unless that is 1.
+  // One kernel for kMostRuns of them.
+  Status (*fold_runs)(int dtype, int op, const FoldRun* runs, int count, Payloads addends,
+                      int divisor, Stream);
   // Folds 16-bit floats in float32 (codec/reduction/fold.h), one addend after the other: sum := own
   // (op) x where own is not null, else sum (op) x. Where y is not null, it gets that value,
   // averaged and rounded, in place of sum.
-  Status (*fold_wide)(int dtype, int op, const void* own, float* sum, const void* x, void* y,
-                      int divisor, std::uint64_t n, Stream);
-  // The same of many runs, by one kernel for kMostRuns of them.
-  Status (*fold_runs)(int dtype, int op, const FoldRun* runs, int count, Payloads addends,
-                      int divisor, Stream);
   Status (*fold_wide_runs)(int dtype, int op, const WideRun* runs, int count,
                            const std::byte* addends, int divisor, Stream);
-  // Averages x over `divisor` ranks (codec/reduction/average.h).
-  Status (*average)(int dtype, void* x, int divisor, std::uint64_t n, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
-  // y := y + e, e' := 0.
-  Status (*deliver)(RunFeedback, float* y, std::uint64_t n, Stream);
+  // y := x + e, e' := 0.
+  Status (*deliver_runs)(const Run* runs, int count, Stream);
   // Sets kNotFinite where y is not finite; where unit > 1, the whole unit becomes NaN then
   // (codec/codec.h, mark_not_finite()).
-  Status (*mark)(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream);
-  // The same of many runs: y := x + e, e' := 0; and of y.
-  Status (*deliver_runs)(const Run* runs, int count, Stream);
   Status (*mark_runs)(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags, Stream);
   // flags := flags | *more. Either may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
@@ -343,51 +256,22 @@ struct Api {
   Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,
                    const std::uint32_t* flags, Stream);
 
-  // ---- Codecs: those with _runs take many runs, by one kernel for kMostRuns of them ----
+  // ---- Codecs, by one kernel for kMostRuns runs; the flags of all decoders may be null ----
 
   // ---- fp16, bf16 (plugin/cast/cast.cu); kNotFinite where the payload is not finite ----
-  Status (*cast_encode)(Cast, const float* x, RunFeedback, float scale, std::byte* out,
-                        std::uint64_t n, Stream);
-  Status (*cast_decode)(Cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
-                        std::uint32_t* flags, Stream);
   Status (*cast_encode_runs)(Cast, float scale, const Run* runs, int count, const Encoding&,
                              std::uint32_t* flags, Stream);
   Status (*cast_decode_runs)(Cast, float scale, const Run* runs, int count, const Decoding&,
                              std::uint32_t* flags, Stream);
 
-  // ---- int8 (plugin/int8/int8.cu); the flags of all decoders may be null ----
-  Status (*int8_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
-                        Int8Rounding, std::byte* out, Stream);
-  Status (*int8_decode)(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y,
-                        bool add, std::uint32_t* flags, Stream);
+  // ---- int8 (plugin/int8/int8.cu) ----
   // Of the rounding, `call` and `element` are the runs'.
   Status (*int8_encode_runs)(std::uint64_t block, Int8Rounding, const Run* runs, int count,
                              const Encoding&, std::uint32_t* flags, Stream);
   Status (*int8_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
                              std::uint32_t* flags, Stream);
 
-  // ---- Slots (plugin/slots.cu) ----
-  // Packs a payload as the CPU writes it. `sizes` are the units' bytes. `offsets` has units + 1
-  // places and is filled in. `out` holds units · slot bytes.
-  Status (*pack)(const std::byte* slots, std::uint64_t slot_bytes, const std::uint32_t* sizes,
-                 std::uint64_t units, std::uint64_t* offsets, std::byte* out, Stream);
-  // offsets := the sum of the sizes before each unit, and then of all. Where a size is more than
-  // slot_bytes, or all together are more than `limit`, every offset is 0 and kRefused is set.
-  Status (*offsets)(const std::uint32_t* sizes, std::uint64_t units, std::uint64_t slot_bytes,
-                    std::uint64_t limit, std::uint64_t* offsets, std::uint32_t* flags, Stream);
-
-  // ---- onebit (plugin/onebit/onebit.cu); `sizes`: the bytes of each unit, may be null ----
-  Status (*onebit_encode)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
-                          std::byte* out, std::uint32_t* sizes, Stream);
-  // y := the sum of `count` payloads (codec/onebit.cc's order), or y := y + the one payload. The
-  // array of payloads is in host memory, and may be freed when this returns.
-  Status (*onebit_sum)(const Slots* payloads, int count, std::uint64_t n, std::uint64_t block,
-                       float* y, bool add, std::uint32_t* flags, Stream);
-  // The owner's stage in one pass: onebit_encode(), then y := what that decodes to, times factor.
-  // x may be y.
-  Status (*onebit_finish)(const float* x, RunFeedback, std::uint64_t n, std::uint64_t block,
-                          std::byte* out, std::uint32_t* sizes, float* y, float factor,
-                          std::uint32_t* flags, Stream);
+  // ---- onebit (plugin/onebit/onebit.cu, onebit_sum.cu) ----
   Status (*onebit_encode_runs)(std::uint64_t block, const Run* runs, int count, const Encoding&,
                                std::uint32_t* flags, Stream);
   Status (*onebit_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
@@ -398,20 +282,9 @@ struct Api {
   // tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
   Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
                               void* scratch, Stream);
-  // Uses the given tau if that is > 0, else the call's or, where that is not usable, one for each
-  // unit.
-  Status (*threshold_encode)(const float* x, RunFeedback, std::uint64_t n, float tau,
-                             double density, std::byte* out, std::uint32_t* sizes, void* scratch,
-                             Stream);
   Status (*threshold_adapt)(std::uint64_t n, double density, KeyState* key_state, Stream);
-  Status (*topk_encode)(const float* x, RunFeedback, std::uint64_t n, double density, Values,
-                        std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
-                        void* scratch, Stream);
-  Status (*threshold_decode)(Slots, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
-                             Stream);
-  Status (*topk_decode)(Slots, std::uint64_t n, std::uint64_t slot_bytes, Values, float* y,
-                        bool add, std::uint32_t* flags, Stream);
-  // They neither add what was received nor finish, and decode one payload.
+  // They neither add what was received nor finish, and decode one payload. The encoder uses the
+  // given tau if that is > 0, else the call's or, where that is not usable, one for each unit.
   Status (*threshold_encode_runs)(float tau, double density, const Run* runs, int count,
                                   const Encoding&, void* scratch, Stream);
   Status (*threshold_decode_runs)(const Run* runs, int count, const Decoding&, std::uint32_t* flags,

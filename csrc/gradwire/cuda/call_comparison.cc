@@ -8,10 +8,8 @@
 
 namespace gradwire::cuda {
 
-CallComparison::CallComparison(exec::Communicator& shadow, bool counts_ends)
+CallComparison::CallComparison(exec::Communicator& shadow)
     : shadow_(shadow),
-      counts_ends_(counts_ends && shadow.identity().size > 1),
-      ended_by_all_(counts_ends_ ? 0 : kNever),
       words_(std::make_unique<Words>()),
       nothing_(static_cast<std::size_t>(shadow.identity().size)) {}
 
@@ -41,7 +39,6 @@ const CallComparison::Call& CallComparison::call(std::uint64_t number) const {
 
 // The one for which the others are waited for.
 const CallComparison::Call& CallComparison::oldest() const {
-  if (is_over()) return last_;  // which has not ended everywhere
   return call(counted_ < made_ ? counted_ + 1 : made_);
 }
 
@@ -55,9 +52,7 @@ void CallComparison::advance(bool hurries, Clock::time_point now) {
     end_round();
   }
   if (!one_by_one_.empty()) return check_one_by_one();
-  if (is_settled()) return;
-  const bool hurries_now = has_many_calls() || (hurries && !is_over());  // ends come when they come
-  if (!hurries_now && now < due_) return;
+  if (is_over() || (!hurries && !has_many_calls() && now < due_)) return;
   begin_round(now);
 }
 
@@ -65,7 +60,7 @@ void CallComparison::advance(bool hurries, Clock::time_point now) {
 // part in this one; otherwise each of them does as soon as it has made a call.
 void CallComparison::begin_round(Clock::time_point now) {
   const std::uint64_t digest = digest_up_to(counted_);
-  *words_ = {made_, digest, ~digest, own_, ended_};
+  *words_ = {made_, digest, ~digest, own_};
   const exec::Array words{reinterpret_cast<std::byte*>(words_.get()),
                           sizeof *words_ / sizeof made_};
   exec::Request request;
@@ -90,12 +85,10 @@ void CallComparison::end_round() {
   if (words_->digest != ~words_->complement) return begin_one_by_one();
   while (compared_ < counted_) {
     compared_digest_ = calls_.front().digest;
-    last_ = std::move(calls_.front());
     calls_.pop_front();
     ++compared_;
   }
   counted_ = words_->made;
-  if (counts_ends_) ended_by_all_ = words_->ended;
   agreed_.stop = std::min(agreed_.stop, words_->requests.stop);
   agreed_.resize = std::min(agreed_.resize, words_->requests.resize);
 }

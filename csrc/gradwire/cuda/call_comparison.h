@@ -2,16 +2,15 @@
 // not notice.
 //
 // Calls are not compared one by one. Each rank chains its calls into a digest, and ranks compare in
-// rounds: all_reduces of six words on a communicator of CPUs that serves nothing else, of
+// rounds: all_reduces of five words on a communicator of CPUs that serves nothing else, of
 // O(log p) messages a rank. A round tells how many calls all ranks have made, and whether the
 // calls that the last round counted are the same on all ranks. Where they are not, the calls are
 // compared one by one, with their texts, which throws InvalidArgument as a call on CPUs does.
-// It also tells the first calls from which on some rank asks all to stop, or to resize; and, where
-// devices read each other's memory, how many calls have ended on the devices of all ranks.
+// It also tells the first calls from which on some rank asks all to stop, or to resize.
 //
 // A rank takes part in a round while it has made calls that not all ranks are known to have made
-// alike, or to have ended. So a rank that makes no call keeps the others' round from ending, and is
-// the one that their Timeout names.
+// alike. So a rank that makes no call keeps the others' round from ending, and is the one that
+// their Timeout names.
 #pragma once
 
 #include <chrono>
@@ -35,9 +34,8 @@ class CallComparison {
   static constexpr std::uint64_t kManyCalls = 64;           // for which a round begins earlier
   static constexpr std::uint64_t kNever = ~std::uint64_t{0};
 
-  // Nobody else may make calls on `shadow`, which must outlive this. `counts_ends`: it also finds
-  // out on which devices calls have ended.
-  explicit CallComparison(exec::Communicator& shadow, bool counts_ends = false);
+  // Nobody else may make calls on `shadow`, which must outlive this.
+  explicit CallComparison(exec::Communicator& shadow);
   ~CallComparison();
   CallComparison(const CallComparison&) = delete;
   CallComparison& operator=(const CallComparison&) = delete;
@@ -56,12 +54,6 @@ class CallComparison {
   std::uint64_t made() const noexcept { return made_; }          // calls of this rank
   std::uint64_t compared() const noexcept { return compared_; }  // calls known to be alike
   bool is_over() const noexcept { return compared_ == made_; }
-
-  // Says that so many calls have ended on this rank's device.
-  void set_ended(std::uint64_t count) noexcept { ended_ = count; }
-  // Returns whether this rank's calls are alike on all ranks and, where that is counted, have ended
-  // on all devices.
-  bool is_settled() const noexcept { return is_over() && ended_by_all_ >= made_; }
 
   // Looks at the round under way, and begins the next one if it is due: at once if `hurries`.
   // Never blocks. Throws InvalidArgument for calls that differ, Timeout for a rank that makes no
@@ -89,7 +81,6 @@ class CallComparison {
   struct Words {
     std::uint64_t made = 0, digest = 0, complement = 0;
     Requests requests;
-    std::uint64_t ended = 0;
   };
 
   const Call& oldest() const;
@@ -103,12 +94,9 @@ class CallComparison {
   std::shared_ptr<Work> submit(const exec::Request& request);
 
   exec::Communicator& shadow_;
-  const bool counts_ends_;
   std::deque<Call> calls_;  // those after the first compared_
   std::uint64_t made_ = 0, counted_ = 0, compared_ = 0;
   std::uint64_t compared_digest_ = 0;
-  std::uint64_t ended_ = 0, ended_by_all_;         // kNever where it is not counted
-  Call last_;                                      // that was compared
   Requests own_, agreed_;                          // this rank's, and any rank's as far as is known
   std::shared_ptr<Work> round_;                    // null: none is under way
   std::vector<std::shared_ptr<Work>> one_by_one_;  // once calls differ

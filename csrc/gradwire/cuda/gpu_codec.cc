@@ -32,14 +32,6 @@ class CastCodec final : public Codec {
     check(api_, api_.cast_decode_runs(cast_, scale_, runs.data(), count(runs), how, flags, stream),
           "decoding a cast");
   }
-  bool has_reduce() const override { return true; }
-  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
-              std::uint32_t* flags, Stream stream) const override {
-    check(api_,
-          api_.cast_reduce(staging, cast_, scale_, runs.data(), static_cast<int>(runs.size()),
-                           factor, flags, stream),
-          "summing casts by mapped memory");
-  }
 
  private:
   Cast cast_;
@@ -64,17 +56,6 @@ class Int8Codec final : public Codec {
               Stream stream) const override {
     check(api_, api_.int8_decode_runs(of_.block, runs.data(), count(runs), how, flags, stream),
           "decoding int8");
-  }
-  bool has_reduce() const override {
-    return codec::Int8Kernels::bytes(of_.block, of_.block) <= api_.staged_unit_bytes();
-  }
-  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
-              std::uint32_t* flags, Stream stream) const override {
-    const Int8Rounding rounding{of_.stochastic, of_.seed, 0, 0};
-    check(api_,
-          api_.int8_reduce(staging, of_.block, rounding, runs.data(), static_cast<int>(runs.size()),
-                           factor, flags, stream),
-          "summing int8 by mapped memory");
   }
 
  private:
@@ -102,14 +83,6 @@ class OneBitCodec final : public Codec {
               Stream stream) const override {
     check(api_, api_.onebit_decode_runs(block_, runs.data(), count(runs), how, flags, stream),
           "decoding onebit");
-  }
-  bool has_reduce() const override { return slot_bytes() <= api_.staged_unit_bytes(); }
-  void reduce(const Staging& staging, std::span<const SummedRun> runs, float factor,
-              std::uint32_t* flags, Stream stream) const override {
-    check(api_,
-          api_.onebit_reduce(staging, block_, runs.data(), static_cast<int>(runs.size()), factor,
-                             flags, stream),
-          "summing onebit by mapped memory");
   }
 
  private:
@@ -141,8 +114,8 @@ class SparseCodec : public Codec {
     for (int j = 0; j < how.payloads.count; ++j) {
       one.adds = how.adds || j > 0;
       one.factor = how.payloads.count == 1 ? how.factor : 1;
+      one.payloads.first = how.payloads.first + how.payloads.offset(j);
       read(runs, one, flags, stream);
-      one.payloads.first += how.payloads.stride;
     }
     if (how.payloads.count > 1 && how.factor != 1) scale(runs, how.factor, stream);
   }

@@ -1,8 +1,8 @@
 // A codec on a GPU: the kernels of codec/codec.h's codecs, with the CPU's bytes and results.
 //
 // A payload of n elements takes payload_bytes(n). Where a codec's size varies, its units lie in
-// slots (cuda/api.h), so that nobody has to know their lengths. `sizes` tells which of the bytes
-// count, and pack() puts these together as the CPU would write them.
+// slots (cuda/api.h), so that nobody has to know their lengths; a table of sizes in front tells
+// which of the bytes count.
 #pragma once
 
 #include <cstddef>
@@ -45,12 +45,6 @@ class Codec {
                       std::uint32_t* flags, Stream stream) const = 0;
   virtual void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
                       Stream stream) const = 0;
-
-  // Returns whether there is an all_reduce by one kernel over staging, reduce(): y := the decoded
-  // sum, times factor.
-  virtual bool has_reduce() const { return false; }
-  virtual void reduce(const Staging&, std::span<const SummedRun> /*runs*/, float /*factor*/,
-                      std::uint32_t* /*flags*/, Stream) const {}
 
   // The same of one run.
   std::size_t scratch_bytes(std::uint64_t n) const {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "gradwire/base/error.h"
-#include "gradwire/cuda/gpu_direct.h"
 #include "gradwire/cuda/gpu_gather_reduce.h"
 #include "gradwire/cuda/gpu_lowrank.h"
 #include "gradwire/cuda/gpu_native.h"
@@ -116,9 +115,6 @@ void Communicator::enqueue(const exec::Request& request, Feedback* feedback, con
   } else if (is_native(request, setting_.size, *messages_, feedback)) {
     if (!native_) native_ = std::make_unique<NativeCall>(*this);
     native_->run(call);
-  } else if (is_direct(request, setting_.size, *messages_, feedback, codec_for(request.codec))) {
-    if (!direct_) direct_ = std::make_unique<DirectCall>(*this);
-    direct_->run(call);
   } else if (gathers(request, setting_.size)) {
     if (!gather_) gather_ = std::make_unique<GatherReduce>(*this);
     gather_->run(call);
@@ -144,7 +140,6 @@ void Communicator::count_sent() {
   if (gather_) sent += gather_->sent();
   if (lowrank_) sent += lowrank_->sent();
   if (native_) sent += native_->sent();
-  if (direct_) sent += direct_->sent();
   sent_ = sent;
 }
 
@@ -159,7 +154,7 @@ void Communicator::require_valid(const exec::Request& request, const Feedback* f
   else if (gathers(request, setting_.size))
     require_gathers(request);
   else
-    plans_.find(request, {});
+    plans_.find(chosen(request), {});
 }
 
 std::uint32_t Communicator::take_flags() { return std::atomic_ref(*told_).exchange(0); }
@@ -217,8 +212,21 @@ void Communicator::bind_keys(Call& call) {
 
 // ---- One schedule ------------------------------------------------------------------------------
 
+// Takes `direct` for codecs where the library between the GPUs makes it in two operations, whatever
+// the model says; hosts of several GPUs are left to the model, which joins them first.
+exec::Request Communicator::chosen(const exec::Request& request) const {
+  exec::Request made = request;
+  const bool one_level =
+      setting_.hosts.size() <= 1 ||
+      std::ranges::all_of(setting_.hosts, [](const auto& each) { return each.size() == 1; });
+  if (request.algorithm == "auto" && request.schedule == nullptr && !is_plain(request) &&
+      request.collective == Collective::kAllReduce && one_level && messages_->has_collectives())
+    made.algorithm = "direct";
+  return made;
+}
+
 void Communicator::run_at_once(Call& call) {
-  main_.bind(*call.request, call.captured);
+  main_.bind(chosen(*call.request), call.captured);
   begin(call);
   bind_feedback(call);
   main_.begin(call.stream);

@@ -24,7 +24,6 @@
 
 namespace gradwire::cuda {
 
-class DirectCall;
 class GatherReduce;
 class LowRankReduce;
 class NativeCall;
@@ -93,11 +92,8 @@ class Communicator {
   // Throws if the messages between the GPUs have failed.
   void check_messages() { messages_->check(); }
   void abort() noexcept { messages_->abort(); }
-  bool shares_memory() const noexcept { return messages_->shares_memory(); }
-  void part() noexcept { messages_->part(); }
 
  private:
-  friend class DirectCall;
   friend class GatherReduce;
   friend class LowRankReduce;
   friend class NativeCall;
@@ -105,6 +101,7 @@ class Communicator {
   void begin(Call& call);
   void bind_feedback(Call& call);
   void bind_keys(Call& call);
+  exec::Request chosen(const exec::Request& request) const;
   void run_at_once(Call& call);
   void deliver_residuals(const Call& call, const exec::BufferMap& buffer_map);
   void check_results(const Call& call, const exec::BufferMap& buffer_map);
@@ -138,7 +135,6 @@ class Communicator {
   std::unique_ptr<GatherReduce> gather_;
   std::unique_ptr<LowRankReduce> lowrank_;
   std::unique_ptr<NativeCall> native_;
-  std::unique_ptr<DirectCall> direct_;
 };
 
 }  // namespace gradwire::cuda

@@ -1,77 +1,98 @@
 #include "gradwire/cuda/gpu_direct.h"
 
+#include <algorithm>
+
 namespace gradwire::cuda {
+namespace {
 
-bool is_direct(const exec::Request& request, int size, const Messages& messages,
-               const Feedback* feedback, const Codec* codec) {
-  const bool plain = !request.codec || request.codec->combine() == codec::Combine::kPlain;
-  const bool can = plain ? messages.has_reduce() && feedback == nullptr
-                         : messages.staging() != nullptr && codec != nullptr && codec->has_reduce();
-  return can && size > 1 && request.schedule == nullptr &&
-         request.collective == Collective::kAllReduce &&
-         (request.algorithm == "auto" || request.algorithm == "direct");
-}
+std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
 
-DirectCall::DirectCall(Communicator& of)
-    : of_(of), pieces_(static_cast<std::size_t>(of.setting_.size)) {}
-
-void DirectCall::run(Call& call) {
-  exec::Request request = *call.request;
-  request.algorithm = "direct";
-  const auto plan = of_.plans_.find(request, {});
-  if (plan->lossy()) {
-    of_.begin(call);
-    of_.bind_feedback(call);
+void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Piece>& pieces) {
+  for (const exec::Part& part : plan.parts(frame)) {
+    const auto its = plan.pieces(part);
+    pieces.insert(pieces.end(), its.begin(), its.end());
   }
-  list(*plan, call);
-  reduce(call, *plan);
-  for (const exec::Frame& each : plan->sends()) sent_ += each.bytes * plan->peers(each).size();
 }
 
-void DirectCall::reduce(Call& call, const exec::Plan& plan) {
-  Messages& messages = *of_.messages_;
-  if (!plan.lossy())
-    return messages.reduce(runs_, {call.request->dtype, call.request->op, plan.divisor()},
-                           call.stream);
-  messages.check();
-  call.codec->reduce(*messages.staging(), runs_, static_cast<float>(1.0 / plan.divisor()),
-                     call.flags, call.stream);
-  if (call.feedback != nullptr) of_.settle(call, /*shared=*/true);
+}  // namespace
+
+DirectExchange::DirectExchange(const Api& api, Rank rank, int size)
+    : rank_(rank), size_(size), payloads_(api), received_(api), chunks_(at(size)) {}
+
+bool DirectExchange::can_run(const Execution::Call& call, const Messages& messages) const {
+  const OpSpec& spec = call.plan->spec();
+  return size_ > 1 && call.codec != nullptr && messages.has_collectives() &&
+         spec.schedule_digest == 0 && spec.algorithm == "direct" &&
+         spec.collective == Collective::kAllReduce;
 }
 
-// Lists the runs by their owners: those of a peer are what this rank sends it to be summed, its own
-// ones are what a peer sends it.
-void DirectCall::list(const exec::Plan& plan, const Call& call) {
-  const exec::Request& request = *call.request;
-  for (auto& each : pieces_) each.clear();
+void DirectExchange::run(const Execution::Call& call, Messages& messages, Stream stream) {
+  find_chunks(*call.plan);
+  list_runs(call);
+  if (chunk_bytes_ == 0) return;
+  std::byte* const all = payloads_.take(chunk_bytes_ * at(size_), call.captured);
+  received_.take(chunk_bytes_ * at(size_), call.captured);
+  const float factor = static_cast<float>(1.0 / call.plan->divisor());
+  NativeCollective step{Collective::kAllToAll, DType::kUInt8, ReduceOp::kSum, 0, all,
+                        received_.data(),      chunk_bytes_};
+
+  call.codec->encode(others_, {.out = all}, call.scratch, call.flags, stream);
+  messages.run_native({&step, 1}, stream);
+  if (!own_.empty())
+    call.codec->encode(own_,
+                       {.received = received(), .out = all, .finishes = true, .factor = factor},
+                       call.scratch, call.flags, stream);
+  step.collective = Collective::kAllGather;
+  step.input = all + at(rank_) * chunk_bytes_;
+  step.output = all;
+  messages.run_native({&step, 1}, stream);
+  call.codec->decode(others_, {.payloads = {all, 0, 1}, .factor = factor}, call.flags, stream);
+  sent_ += 2 * chunk_bytes_ * at(size_ - 1);
+}
+
+// In the first round each peer is sent the chunk that it owns, and sends this rank's.
+void DirectExchange::find_chunks(const exec::Plan& plan) {
+  for (auto& each : chunks_) each.clear();
   for (const exec::Frame& each : plan.sends())
-    if (each.round == 0) add(plan, each, plan.peers(each)[0]);
+    if (each.round == 0) append(plan, each, chunks_[at(plan.peers(each)[0])]);
   for (const exec::Frame& each : plan.receives())
-    if (each.round == 0 && pieces_[static_cast<std::size_t>(of_.setting_.rank)].empty())
-      add(plan, each, of_.setting_.rank);
-  runs_.clear();
-  const std::size_t element = size_of(request.dtype);
-  for (std::size_t owner = 0; owner < pieces_.size(); ++owner)
-    for (const exec::Piece& each : pieces_[owner]) {
-      SummedRun run{request.inputs[each.extent].data + each.offset * element,
-                    request.outputs[each.extent].data + each.offset * element, each.count,
-                    static_cast<int>(owner)};
-      if (plan.lossy()) {
-        const ExtentFeedback& its = call.extent_feedback[each.extent];
-        run.run_feedback = its.run_feedback;
-        run.call = its.call;
-        run.element = its.element + each.offset;
-      }
-      for (float*& residual : run.run_feedback.residual)
-        if (residual != nullptr) residual += each.offset;
-      runs_.push_back(run);
-    }
+    if (each.round == 0 && chunks_[at(rank_)].empty()) append(plan, each, chunks_[at(rank_)]);
 }
 
-void DirectCall::add(const exec::Plan& plan, const exec::Frame& frame, int owner) {
-  auto& into = pieces_[static_cast<std::size_t>(owner)];
-  for (const exec::Part& part : plan.parts(frame))
-    for (const exec::Piece& each : plan.pieces(part)) into.push_back(each);
+// Lists the runs of all chunks, with the places of their payloads.
+void DirectExchange::list_runs(const Execution::Call& call) {
+  own_.clear();
+  others_.clear();
+  chunk_bytes_ = 0;
+  for (Rank owner = 0; owner < size_; ++owner) {
+    std::size_t bytes = 0;
+    for (const exec::Piece& piece : chunks_[at(owner)]) {
+      auto& runs = owner == rank_ ? own_ : others_;
+      runs.push_back(run_of(call, piece));
+      runs.back().payload = runs.back().received = bytes;
+      bytes += call.codec->payload_bytes(piece.count);
+    }
+    chunk_bytes_ = std::max(chunk_bytes_, bytes);
+  }
+  for (Run& each : own_) each.payload += at(rank_) * chunk_bytes_;
+  auto next = others_.begin();
+  for (Rank owner = 0; owner < size_; ++owner)
+    for (std::size_t i = 0; owner != rank_ && i < chunks_[at(owner)].size(); ++i)
+      (next++)->payload += at(owner) * chunk_bytes_;
+}
+
+// Lists what came in the order in which `direct` adds: from the rank before this one, from the one
+// before that, and so on; rank 0 is followed by the last one.
+Payloads DirectExchange::received() const {
+  const auto bytes = static_cast<std::int64_t>(chunk_bytes_);
+  const std::byte* const first =
+      received_.data() + at(rank_ == 0 ? size_ - 1 : rank_ - 1) * chunk_bytes_;
+  Payloads found{first, -bytes, size_ - 1};
+  if (rank_ > 0) {
+    found.turn = rank_;
+    found.jump = bytes * size_;
+  }
+  return found;
 }
 
 }  // namespace gradwire::cuda

@@ -1,33 +1,39 @@
-// All_reduces by the schedule `direct` as one kernel, where the messages between the GPUs have one,
-// and the codec: by algorithm="direct", and by "auto". The results have the bits of that schedule.
+// An all_reduce in a codec as two operations of the library between the GPUs, with the payloads and
+// additions of the schedule `direct`, and so its bits:
+//
+//   encode the other ranks' chunks | all-to-all | add what came to the own chunk, encode, decode |
+//   all-gather | decode the other ranks' chunks
+//
+// The kernels are three, for each kMostRuns runs, where one kernel of the codec adds and finishes.
+// Both operations take chunks of one size, so that each has room for the longest payload.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
-#include "gradwire/cuda/gpu_communicator.h"
+#include "gradwire/cuda/gpu_execution.h"
 
 namespace gradwire::cuda {
 
-// Returns whether a call is made so, which all ranks decide alike. `codec`: null without one.
-bool is_direct(const exec::Request& request, int size, const Messages& messages,
-               const Feedback* feedback, const Codec* codec);
-
-class DirectCall {
+class DirectExchange {
  public:
-  explicit DirectCall(Communicator& of);
-  void run(Call& call);
-  // Bytes that this rank's calls would have sent by the schedule.
+  DirectExchange(const Api& api, Rank rank, int size);
+
+  // Returns whether run() can take the place of Execution::run(). The same on all ranks.
+  bool can_run(const Execution::Call& call, const Messages& messages) const;
+  // Throws what the messages throw; then the results are undefined.
+  void run(const Execution::Call& call, Messages& messages, Stream stream);
+  // Returns how many bytes were posted so far for other ranks; chunks count whole.
   std::uint64_t sent() const noexcept { return sent_; }
 
  private:
-  void reduce(Call& call, const exec::Plan& plan);
-  void list(const exec::Plan& plan, const Call& call);
-  void add(const exec::Plan& plan, const exec::Frame& frame, int owner);
+  void find_chunks(const exec::Plan& plan);
+  void list_runs(const Execution::Call& call);
+  Payloads received() const;
 
-  Communicator& of_;
-  std::vector<std::vector<exec::Piece>> pieces_;  // by owner
-  std::vector<SummedRun> runs_;
+  const Rank rank_;
+  const int size_;
+  Room payloads_, received_;
+  std::size_t chunk_bytes_ = 0;
+  std::vector<std::vector<exec::Piece>> chunks_;  // by the rank that owns them
+  std::vector<Run> own_, others_;
   std::uint64_t sent_ = 0;
 };
 

@@ -159,7 +159,7 @@ void Execution::encode(const Part& part, std::size_t at, const Launch& alone) {
   launch_ = launch;
   std::size_t from = received == nullptr ? 0 : received->at;
   for (const Piece& piece : call_.plan->pieces(part)) {
-    runs_.push_back(run_of(piece));
+    runs_.push_back(run_of(call_, piece));
     runs_.back().payload = at;
     runs_.back().received = from;
     at += call_.codec->payload_bytes(piece.count);
@@ -170,7 +170,7 @@ void Execution::encode(const Part& part, std::size_t at, const Launch& alone) {
 void Execution::start_encoding() {
   if (runs_.empty()) return;
   Encoding how;
-  how.received = {arena_.data(), launch_.stride, launch_.addends};
+  how.received = launch_.payloads(arena_.data());
   how.out = launch_.finishes ? store_.data() : arena_.data();
   how.finishes = launch_.finishes;
   how.factor = static_cast<float>(1.0 / call_.plan->divisor());
@@ -285,7 +285,7 @@ void Execution::land(const Landing& landing, bool averages) {
   std::size_t at = landing.at;
   for (const Piece& piece : call_.plan->pieces(*landing.part)) {
     if (lossy()) {
-      runs_.push_back(run_of(piece));
+      runs_.push_back(run_of(call_, piece));
       runs_.back().payload = at;
       at += call_.codec->payload_bytes(piece.count);
       continue;
@@ -301,7 +301,7 @@ void Execution::land(const Landing& landing, bool averages) {
 void Execution::start_landing() {
   fold(launch_);
   if (runs_.empty()) return;
-  const Decoding how{.payloads = {arena_.data(), launch_.stride, launch_.addends}, .adds = true};
+  const Decoding how{.payloads = launch_.payloads(arena_.data()), .adds = true};
   call_.codec->decode(runs_, how, call_.flags, stream_);
   runs_.clear();
 }
@@ -349,7 +349,7 @@ void Execution::decode_results() {
   for (const Part* part : results_) {
     std::size_t at = store_places_[part->pieces.first];
     for (const Piece& piece : call_.plan->pieces(*part)) {
-      runs_.push_back(run_of(piece));
+      runs_.push_back(run_of(call_, piece));
       runs_.back().payload = at;
       at += call_.codec->payload_bytes(piece.count);
     }
@@ -366,7 +366,7 @@ void Execution::finish_here(bool is_averaged) {
   const std::vector<Piece>& pieces = call_.plan->finished_here();
   if (pieces.empty()) return;
   if (lossy()) {
-    for (const Piece& piece : pieces) runs_.push_back(run_of(piece));
+    for (const Piece& piece : pieces) runs_.push_back(run_of(call_, piece));
     const int count = static_cast<int>(runs_.size());
     check(api_, api_.deliver_runs(runs_.data(), count, stream_), "delivering");
     check(api_,
@@ -388,8 +388,7 @@ void Execution::fold(const Launch& launch) {
   check(api_,
         api_.fold_runs(static_cast<int>(copies ? DType::kUInt8 : spec.dtype),
                        static_cast<int>(copies ? ReduceOp::kSum : spec.op), folds_.data(),
-                       static_cast<int>(folds_.size()),
-                       {arena_.data(), launch.stride, launch.addends},
+                       static_cast<int>(folds_.size()), launch.payloads(arena_.data()),
                        launch.finishes ? call_.plan->divisor() : 1, stream_),
         "folding");
   folds_.clear();
@@ -501,20 +500,6 @@ std::size_t Execution::take(std::size_t bytes) {
   return at;
 }
 
-Run Execution::run_of(const Piece& piece) const {
-  Run run;
-  run.x = run.y = floats(piece);
-  run.n = piece.count;
-  if (call_.extent_feedback.empty()) return run;
-  const ExtentFeedback& of = call_.extent_feedback[piece.extent];
-  run.run_feedback = of.run_feedback;
-  for (float*& each : run.run_feedback.residual)
-    if (each != nullptr) each += piece.offset;
-  run.call = of.call;
-  run.element = of.element + piece.offset;
-  return run;
-}
-
 std::size_t Execution::bytes_of(const Piece& piece) const {
   return piece.count * size_of(call_.plan->spec().dtype);
 }
@@ -523,8 +508,18 @@ std::byte* Execution::address(const Piece& piece) const {
   return call_.extents[piece.extent] + piece.offset * size_of(call_.plan->spec().dtype);
 }
 
-float* Execution::floats(const Piece& piece) const {
-  return reinterpret_cast<float*>(call_.extents[piece.extent]) + piece.offset;
+Run run_of(const Execution::Call& call, const Piece& piece) {
+  Run run;
+  run.x = run.y = reinterpret_cast<float*>(call.extents[piece.extent]) + piece.offset;
+  run.n = piece.count;
+  if (call.extent_feedback.empty()) return run;
+  const ExtentFeedback& of = call.extent_feedback[piece.extent];
+  run.run_feedback = of.run_feedback;
+  for (float*& each : run.run_feedback.residual)
+    if (each != nullptr) each += piece.offset;
+  run.call = of.call;
+  run.element = of.element + piece.offset;
+  return run;
 }
 
 }  // namespace gradwire::cuda

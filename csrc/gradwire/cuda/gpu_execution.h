@@ -67,6 +67,9 @@ class Execution {
     int addends = 0;
     bool finishes = false;
     bool operator==(const Launch&) const = default;
+    Payloads payloads(const std::byte* arena) const {
+      return {arena, static_cast<std::int64_t>(stride), addends};
+    }
   };
 
   bool lossy() const { return call_.codec != nullptr; }
@@ -107,10 +110,8 @@ class Execution {
   std::byte* range_of(const exec::Frame& frame) const;
   std::span<const Slotted> layout_of(const exec::Frame& frame);
   std::size_t take(std::size_t bytes);
-  Run run_of(const exec::Piece& piece) const;
   std::size_t bytes_of(const exec::Piece& piece) const;
   std::byte* address(const exec::Piece& piece) const;
-  float* floats(const exec::Piece& piece) const;
 
   const Api& api_;
   Room arena_, store_, wide_;
@@ -133,5 +134,8 @@ class Execution {
   std::vector<WideRun> wide_runs_;
   std::vector<Slotted> layout_;
 };
+
+// Returns the run of a piece of a lossy call, without its places in messages.
+Run run_of(const Execution::Call& call, const exec::Piece& piece);
 
 }  // namespace gradwire::cuda

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <future>
+#include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/op.h"
@@ -60,12 +61,32 @@ std::string text_of(const exec::Request& request, const std::vector<std::uint64_
 
 }  // namespace
 
+// Which of the oldest calls have reached the device, and have ended there.
+struct GpuFaultMonitor::Question {
+  std::vector<Event> ends;  // null: of a captured call, which has none
+  Event start = nullptr;    // of the first one; null: it has none
+  bool knows_start = false;
+  std::size_t ended = 0;
+  bool has_started = false;
+  Status status = 0;
+
+  void ask(const Api& api) {
+    const auto has_passed = [&](Event event) {
+      int done = 1;
+      if (event != nullptr && status == 0) status = api.query(event, &done);
+      return done != 0;
+    };
+    while (ended < ends.size() && has_passed(ends[ended])) ++ended;
+    has_started = ended == 0 && knows_start && has_passed(start);
+  }
+};
+
 GpuFaultMonitor::GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow,
                                  exec::Communicator& users)
     : gpu_(gpu),
       shadow_(shadow),
       users_(users),
-      comparison_(shadow, gpu.shares_memory()),
+      comparison_(shadow),
       thread_([this](const std::stop_token& stop) { loop(stop); }) {}
 
 GpuFaultMonitor::~GpuFaultMonitor() = default;
@@ -101,6 +122,7 @@ void GpuFaultMonitor::fail_with_root_cause() {
 
 void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
+  const std::lock_guard calling(calling_);
   require_alive();
   gpu_.require_valid(request, feedback);
   exec::extent_counts(request, shadow_.identity().rank, shadow_.identity().size, counts_);
@@ -164,11 +186,14 @@ void GpuFaultMonitor::begin(const exec::Request& request, std::string text, bool
 }
 
 std::unique_ptr<OwnedEvent> GpuFaultMonitor::take_event() {
-  const std::lock_guard lock(mutex_);
-  if (spare_.empty()) return std::make_unique<OwnedEvent>(gpu_.api());
-  auto taken = std::move(spare_.back());
-  spare_.pop_back();
-  return taken;
+  std::unique_lock lock(mutex_);
+  if (!spare_.empty()) {
+    auto taken = std::move(spare_.back());
+    spare_.pop_back();
+    return taken;
+  }
+  lock.unlock();
+  return std::make_unique<OwnedEvent>(gpu_.api());
 }
 
 void GpuFaultMonitor::record_start(Stream stream) {
@@ -186,22 +211,21 @@ void GpuFaultMonitor::mark_enqueued(std::unique_ptr<OwnedEvent> end) {
   running_.back().enqueued = true;
 }
 
-bool GpuFaultMonitor::finish(double timeout) {
+void GpuFaultMonitor::finish(double timeout) {
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::after(timeout);
   const Hurry hurry(hurries_, changed_);
-  const auto is_over = [this] { return running_.empty() && comparison_.is_settled(); };
-  while (!is_over() && !failure_ && !deadline.passed()) changed_.wait_for(lock, kCheckInterval);
+  while (!running_.empty() && !failure_ && !deadline.passed())
+    changed_.wait_for(lock, kCheckInterval);
   if (failure_) std::rethrow_exception(failure_);
   if (!running_.empty()) throw Timeout("timed out: calls on a GPU are not over", kNoPeer);
-  if (!has_captured_) return is_over();
+  if (!has_captured_) return;
   try {
     await_replays(lock, deadline);
   } catch (const Error&) {
     fail(lock, std::current_exception());
     std::rethrow_exception(failure_);
   }
-  return false;
 }
 
 // Waits until the device has come to rest: nothing else tells that replays are over.
@@ -264,8 +288,7 @@ void GpuFaultMonitor::loop(const std::stop_token& stop) {
   gpu_.api().relax_captures();
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    changed_.wait(lock, stop,
-                  [this] { return !(running_.empty() && comparison_.is_settled()) && !failure_; });
+    changed_.wait(lock, stop, [this] { return !running_.empty() && !failure_; });
     if (stop.stop_requested()) return;
     try {
       check_running(lock);
@@ -291,23 +314,63 @@ void GpuFaultMonitor::rest(std::unique_lock<std::mutex>& lock, const std::stop_t
   }
 }
 
+// Looks at failures before it asks the device for anything.
 void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
   comparison_.advance(hurries_ > 0);
-  while (!running_.empty() && is_over(running_.front())) {
-    for (auto* each : {&running_.front().start, &running_.front().end})
-      if (*each) spare_.push_back(std::move(*each));
-    comparison_.set_ended(running_.front().number);
-    running_.pop_front();
-    check_flags();
-    changed_.notify_all();
-  }
-  if (running_.empty() && comparison_.is_settled()) return;
-  if (!running_.empty()) require_in_time(running_.front());
   lock.unlock();
   shadow_.check_failure(0);
   users_.check_failure(0);
   check_messages();
   lock.lock();
+  ask_device();
+  lock.unlock();
+  constexpr std::chrono::microseconds kAnswer{1000}, kTurn{20};
+  for (auto waited = kTurn; !asking_.is_over() && waited < kAnswer; waited += kTurn)
+    std::this_thread::sleep_for(kTurn);
+  lock.lock();
+  take_answer();
+  if (!running_.empty()) require_in_time(running_.front());
+}
+
+// Begins a question about the calls that all ranks have made, unless one is under way. Their events
+// stay for as long as they run.
+void GpuFaultMonitor::ask_device() {
+  if (question_ != nullptr || running_.empty()) return;
+  auto question = std::make_shared<Question>();
+  const auto event = [](const auto& owned) { return owned ? owned->get() : nullptr; };
+  const Running& front = running_.front();
+  question->start = event(front.start);
+  question->knows_start = front.start || front.enqueued;
+  for (const Running& each : running_) {
+    if (!each.enqueued || !is_made_by_all(each)) break;
+    question->ends.push_back(event(each.end));
+  }
+  question_ = question;
+  asking_.begin([question, &api = gpu_.api(), device = gpu_.device()] {
+    api.set_device(device);
+    api.relax_captures();
+    question->ask(api);
+  });
+}
+
+void GpuFaultMonitor::take_answer() {
+  if (question_ == nullptr || !asking_.is_over()) return;
+  const auto answer = std::exchange(question_, nullptr);
+  check(gpu_.api(), answer->status, "cudaEventQuery");
+  if (answer->ended > 0) {
+    for (std::size_t i = 0; i < answer->ended; ++i) {
+      for (auto* each : {&running_.front().start, &running_.front().end})
+        if (*each) spare_.push_back(std::move(*each));
+      running_.pop_front();
+    }
+    check_flags();
+    changed_.notify_all();
+    return;
+  }
+  Running& front = running_.front();
+  if (front.has_started || !answer->has_started) return;
+  front.has_started = true;
+  front.deadline = Deadline::never();
 }
 
 // Throws the failure of the GPU's messages. Another rank's failure may show up here first, so it
@@ -334,11 +397,6 @@ void GpuFaultMonitor::check_messages() {
 // Throws Timeout where the stream takes more than `timeout` to reach the call, or again for the
 // call itself.
 void GpuFaultMonitor::require_in_time(Running& front) const {
-  const bool is_known = front.start || front.enqueued;
-  if (!front.has_started && is_known && has_passed(front.start)) {
-    front.has_started = true;
-    front.deadline = Deadline::never();
-  }
   if (front.deadline.is_never()) front.deadline = Deadline::after(front.timeout);
   if (!front.enqueued || !is_made_by_all(front) || !front.deadline.passed()) return;
   const Rank rank = shadow_.identity().rank;
@@ -353,20 +411,8 @@ void GpuFaultMonitor::require_in_time(Running& front) const {
                 rank);
 }
 
-bool GpuFaultMonitor::is_over(const Running& running) const {
-  if (!running.enqueued || !is_made_by_all(running)) return false;
-  return has_passed(running.end);
-}
-
 bool GpuFaultMonitor::is_made_by_all(const Running& running) const {
   return running.number <= comparison_.compared();
-}
-
-bool GpuFaultMonitor::has_passed(const std::unique_ptr<OwnedEvent>& event) const {
-  if (!event) return true;
-  int done = 0;
-  check(gpu_.api(), gpu_.api().query(event->get(), &done), "cudaEventQuery");
-  return done != 0;
 }
 
 void GpuFaultMonitor::check_flags() {

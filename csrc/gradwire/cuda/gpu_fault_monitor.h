@@ -21,6 +21,7 @@
 
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/cuda/call_comparison.h"
+#include "gradwire/cuda/call_thread.h"
 #include "gradwire/cuda/gpu_communicator.h"
 #include "gradwire/exec/communicator.h"
 
@@ -37,21 +38,20 @@ class GpuFaultMonitor {
   GpuFaultMonitor(const GpuFaultMonitor&) = delete;
   GpuFaultMonitor& operator=(const GpuFaultMonitor&) = delete;
 
-  // Makes the call and monitors it. Waits while this rank is kMostAhead calls ahead of another. The
-  // stream has `timeout` seconds to reach the call, and as many again for the call itself. Throws
-  // the failure as soon as there is one, and what Communicator::run() throws; InvalidArgument for a
-  // call that is captured in a graph and was not made before.
+  // Makes the call and monitors it; calls of several threads are made one after the other. Waits
+  // while this rank is kMostAhead calls ahead of another. The stream has `timeout` seconds to reach
+  // the call, and as many again for the call itself. Throws the failure as soon as there is one,
+  // and what Communicator::run() throws; InvalidArgument for a call that is captured in a graph and
+  // was not made before.
   void run(const exec::Request& request, Feedback* feedback, Stream stream);
   void require_alive() const;
   // Throws the failure of the calls so far, whose streams the caller has waited for: only then are
   // their results of use. require_alive() may not know of it yet.
   void require_success();
-  // Waits at most `timeout` seconds until all calls so far are over: on this rank, or else it
-  // throws Timeout or the failure; and, where devices read each other's memory, on the other ranks.
-  // Returns whether they are over there, too; false once calls were captured, whose replays nobody
-  // counts. Then it waits until this rank's device has come to rest, and a Timeout is the failure
-  // of all ranks.
-  bool finish(double timeout);
+  // Waits at most `timeout` seconds until this rank's calls so far are over; else throws Timeout or
+  // the failure. Once calls were captured it also waits until the device has come to rest, since
+  // nobody counts replays, and a Timeout is the failure of all ranks.
+  void finish(double timeout);
   // Returns whether a rank had asked to stop (exec::Communicator::stop_requested(), of the users')
   // when it made one of the calls so far. Waits until all ranks have made this rank's calls; throws
   // the failure, and what the interrupt throws, which is called in each turn of the wait.
@@ -77,7 +77,8 @@ class GpuFaultMonitor {
   std::unique_ptr<OwnedEvent> take_event();
   void record_start(Stream stream);
   void mark_enqueued(std::unique_ptr<OwnedEvent> end);
-  bool has_passed(const std::unique_ptr<OwnedEvent>& event) const;
+  void ask_device();
+  void take_answer();
   bool is_made_by_all(const Running& running) const;
   void require_in_time(Running& front) const;
   void await_replays(std::unique_lock<std::mutex>& lock, const Deadline& deadline);
@@ -85,7 +86,6 @@ class GpuFaultMonitor {
   void loop(const std::stop_token& stop);
   void rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);
   void check_running(std::unique_lock<std::mutex>& lock);
-  bool is_over(const Running& running) const;
   void check_messages();
   void check_flags();
   [[noreturn]] void fail_with_root_cause();
@@ -94,6 +94,7 @@ class GpuFaultMonitor {
   Communicator& gpu_;
   exec::Communicator& shadow_;
   exec::Communicator& users_;
+  std::mutex calling_;    // one call at a time; taken first
   std::mutex enqueuing_;  // guards the GPU's messages; taken before mutex_
   mutable std::mutex mutex_;
   std::condition_variable_any changed_;
@@ -103,8 +104,13 @@ class GpuFaultMonitor {
   int hurries_ = 0;  // threads that wait for the comparison of calls
   std::vector<std::unique_ptr<OwnedEvent>> spare_;
   std::exception_ptr failure_;
-  std::vector<std::uint64_t> counts_;             // of the call that is being made
-  std::unordered_set<std::uint64_t> calls_made_;  // digests of the calls so far
+  std::vector<std::uint64_t> counts_;             // under calling_: of the call that is being made
+  std::unordered_set<std::uint64_t> calls_made_;  // under calling_: digests of the calls so far
+  // What the device was asked, by a thread of its own: a question may wait for a lock of the driver
+  // that is free only once messages are aborted.
+  struct Question;
+  std::shared_ptr<Question> question_;  // null: none is under way
+  CallThread asking_{"CUDA"};
   std::jthread thread_;
 };
 

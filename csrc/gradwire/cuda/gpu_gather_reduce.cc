@@ -86,7 +86,7 @@ void GatherReduce::add_up(const Call& call) {
   list_results(call);
   const bool averages = call.request->op == ReduceOp::kAvg;
   Decoding how;
-  how.payloads = {payloads_.data(), block_bytes_, of_.setting_.size};
+  how.payloads = {payloads_.data(), static_cast<std::int64_t>(block_bytes_), of_.setting_.size};
   how.factor = averages ? static_cast<float>(1.0 / of_.setting_.size) : 1;
   call.codec->decode(results_, how, call.flags, call.stream);
   mark(call);

@@ -169,8 +169,8 @@ void NativeCall::deliver_residuals(Call& call) {
             of_.api_.copy(y, request.inputs[i].data, count * sizeof(float), CopyKind::kOnDevice,
                           call.stream),
             "cudaMemcpyAsync");
-    check(of_.api_, of_.api_.deliver(call.extent_feedback[i].run_feedback, y, count, call.stream),
-          "delivering");
+    const Run run{.x = y, .y = y, .n = count, .run_feedback = call.extent_feedback[i].run_feedback};
+    check(of_.api_, of_.api_.deliver_runs(&run, 1, call.stream), "delivering");
   }
   for (NativeCollective& each : collectives_) each.input = each.output;
 }

@@ -21,7 +21,10 @@ void Operation::run(const Coding& coding, std::span<const Slotted> layout, Strea
   call.flags = coding.flags;
   call.layout = layout;
   call.captured = captured_;
-  execution_.run(call, *place_.messages, stream);
+  if (direct_.can_run(call, *place_.messages))
+    direct_.run(call, *place_.messages, stream);
+  else
+    execution_.run(call, *place_.messages, stream);
   if (plan_->folds()) fold(stream);
   copy(buffer_map_.after(), stream);
 }
@@ -38,9 +41,11 @@ void Operation::fold(Stream stream) {
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
   const std::byte* first = buffer_map_.extents()[0];
   for (const exec::Array& sum : buffer_map_.sums()) {
+    const FoldRun run{first, sum.data, sum.count, 0};
+    const Payloads others{first + block, static_cast<std::int64_t>(block), place_.size - 1};
     check(api_,
-          api_.fold_all(static_cast<int>(spec.dtype), static_cast<int>(spec.op), first, block,
-                        place_.size, sum.data, plan_->divisor(), sum.count, stream),
+          api_.fold_runs(static_cast<int>(spec.dtype), static_cast<int>(spec.op), &run, 1, others,
+                         plan_->divisor(), stream),
           "folding");
     first += sum.count * element;
   }

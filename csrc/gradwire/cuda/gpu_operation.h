@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 
+#include "gradwire/cuda/gpu_direct.h"
 #include "gradwire/cuda/gpu_execution.h"
 #include "gradwire/exec/plan/buffer_map.h"
 #include "gradwire/exec/plan/plan_cache.h"
@@ -28,14 +29,18 @@ class Operation {
   };
 
   Operation(const Api& api, const Place& place)
-      : api_(api), place_(place), scratch_(api), execution_(api) {}
+      : api_(api),
+        place_(place),
+        scratch_(api),
+        execution_(api),
+        direct_(api, place.rank, place.size) {}
 
   // Finds the plan and the places of the arrays. Throws as a call on the CPU does.
   void bind(const exec::Request& request, bool captured);
   const exec::Plan& plan() const noexcept { return *plan_; }
   const exec::BufferMap& buffer_map() const noexcept { return buffer_map_; }
 
-  std::uint64_t sent() const noexcept { return execution_.sent(); }
+  std::uint64_t sent() const noexcept { return execution_.sent() + direct_.sent(); }
 
   // begin() enqueues the copies that come first; run() all the rest. `layout` describes plain
   // blocks that are payloads.
@@ -53,6 +58,7 @@ class Operation {
   exec::BufferMap buffer_map_;
   Room scratch_;
   Execution execution_;
+  DirectExchange direct_;
 };
 
 }  // namespace gradwire::cuda

@@ -100,8 +100,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "libgradwire_cuda.so beside the core, if it was built",
     ),
     "GRADWIRE_GPU_LINKS": (
-        "how GPUs exchange messages: nccl, ipc, host, nccl+host or ipc+host (in a host, and "
-        "between), loopback",
+        "how GPUs exchange messages: nccl, host, nccl+host (in a host, and between), loopback",
         "nccl where each rank has a GPU of its own, else host; loopback between threads",
     ),
     "GRADWIRE_NCCL_SO": (
@@ -261,9 +260,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_STALL_SECONDS": _seconds(0, 1e6),
     "GRADWIRE_MODEL": _file,
     "GRADWIRE_CUDA_SO": _file,
-    "GRADWIRE_GPU_LINKS": _one_of(
-        "auto", "nccl", "ipc", "host", "nccl+host", "ipc+host", "loopback"
-    ),
+    "GRADWIRE_GPU_LINKS": _one_of("auto", "nccl", "host", "nccl+host", "loopback"),
     "GRADWIRE_NCCL_SO": _file,
     "GRADWIRE_NCCL_BLOCKING": _flag,
     "GRADWIRE_TRACE": _folder,

@@ -3,7 +3,7 @@
 Everything is set up in the first call with an array on a GPU, which every rank makes; that GPU is
 the rank's from then on. Ranks with GPUs of their own exchange messages over NCCL, threads of one
 process by copies on the device, and all others over the CPU transports, unless
-`GRADWIRE_GPU_LINKS` says otherwise, as it must for memory that ranks map (ipc).
+`GRADWIRE_GPU_LINKS` says otherwise.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda, encryption
 
-LINKS = ("auto", "nccl", "ipc", "host", "nccl+host", "ipc+host", "loopback")
+LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
 _INFO_BYTES = 1024
 _LENGTH_BYTES = 4
 _ID_BYTES = 128  # of NCCL
 _MODEL_BYTES = 1 << 14
-_ADDRESS_BYTES = 256  # more than a staging's address has
 
 _loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # guards _loopbacks
@@ -98,7 +97,7 @@ class Gpu:
 
     @property
     def links(self) -> str:
-        """The way of messages: "nccl", "ipc", "host", "host+nccl", "host+ipc" or "loopback"."""
+        """The way of messages: "nccl", "host", "host+nccl" or "loopback"."""
         return self._core.messages
 
     @property
@@ -221,20 +220,17 @@ class Gpu:
     def close(self, timeout: float, *, failed: bool) -> None:
         """Waits for enqueued calls and releases everything; raises a new failure, not an old one.
 
-        With mapped memory it waits for these calls on the other ranks' GPUs, too: they read memory
-        that CUDA unmaps when this process ends. `failed` says that a call on CPUs has failed, which
-        may still be on its way here.
+        `failed` says that a call on CPUs has failed, which may still be on its way here.
         """
         if self._closed:
             return
         self._closed = True
-        parted = False
         try:
             if not self._has_failed():
                 with contextlib.suppress(Error) if failed else contextlib.nullcontext():
-                    parted = self._core.finish(timeout)
+                    self._core.finish(timeout)
         finally:
-            self._core.close(parted=parted)
+            self._core.close()
             with contextlib.suppress(Error):
                 self._release_finished()
             for each in (*self._carriers, self._shadow):
@@ -258,16 +254,12 @@ class Gpu:
             return _core.CudaMessages.loopback(self._shared, rank, self.device, timeout)
         if links == "host":
             return self._by_host(communicator, timeout)
-        if links == "ipc":
-            return self._by_ipc(communicator, range(size))
         if links == "nccl":
             return self._by_nccl(communicator, range(size), timeout)
         own = next(host for host in communicator.hosts if rank in host)
         messages = [
             self._by_host(communicator, timeout),
-            self._by_ipc(communicator, own)
-            if links == "ipc+host"
-            else self._by_nccl(communicator, own, timeout),
+            self._by_nccl(communicator, own, timeout),
         ]
         routes = [(1, own.index(each)) if each in own else (0, each) for each in range(size)]
         return _core.CudaMessages.routed(messages, routes)
@@ -277,36 +269,6 @@ class Gpu:
         assert carrier is not None
         self._carriers.append(carrier)
         return _core.CudaMessages.host(carrier._core, self.device, timeout)
-
-    def _by_ipc(self, communicator: _Communicator, ranks: Sequence[int]) -> _core.CudaMessages:
-        """Messages by mapped memory among `ranks`; every rank calls it.
-
-        Raises InvalidArgument on all ranks where one has none.
-        """
-        staging, messages, why = None, None, ""
-        try:
-            staging = _core.CudaStaging(len(ranks), self.device)
-        except InvalidArgument as error:
-            why = str(error)
-        own = b"" if staging is None else staging.address
-        addresses = _all_gather(communicator, own, _ADDRESS_BYTES)
-        try:
-            if staging is not None:
-                messages = _core.CudaMessages.ipc(
-                    staging,
-                    [addresses[each] for each in ranks],
-                    list(ranks).index(communicator.rank),
-                    self.device,
-                )
-        except InvalidArgument as error:
-            why = str(error)
-        if why and len(ranks) < communicator.size:
-            why = f"among ranks {', '.join(map(str, ranks))}, which count from 0 here: {why}"
-        reasons = [each.decode() for each in _all_gather(communicator, why.encode(), _INFO_BYTES)]
-        first = next(filter(None, reasons), None)
-        if first is not None or messages is None:
-            raise InvalidArgument(f"GRADWIRE_GPU_LINKS has ipc: {first}; take nccl or host")
-        return messages
 
     def _by_nccl(
         self, communicator: _Communicator, ranks: Sequence[int], timeout: float
@@ -401,13 +363,7 @@ def _choose_links(infos: Sequence[_GpuInfo]) -> str:
     alone = len({each.process for each in infos}) == 1
     if requested == "loopback" and not alone:
         raise InvalidArgument("GRADWIRE_GPU_LINKS=loopback is for ranks that are one process")
-    hosts = {each.process.split()[0] for each in infos}
-    if requested == "ipc" and len(hosts) > 1:
-        raise InvalidArgument(
-            f"GRADWIRE_GPU_LINKS=ipc is for GPUs of one host, and these are of {len(hosts)}: take "
-            "nccl, nccl+host or ipc+host"
-        )
-    if requested in ("host", "nccl+host", "ipc+host"):
+    if requested in ("host", "nccl+host"):
         _require_processes(infos, f"GRADWIRE_GPU_LINKS={requested}")
     without = [rank for rank, each in enumerate(infos) if not each.nccl]
     if requested.startswith("nccl") and without:

@@ -29,7 +29,7 @@ set_target_properties(named_nccl PROPERTIES NO_SONAME ON)
 target_compile_definitions(old_nccl PRIVATE FAKE_NCCL_VERSION=21605)
 target_compile_definitions(lacking_nccl PRIVATE FAKE_NCCL_LACKS_ABORT)
 foreach(name cuda_nccl_test cuda_messages_nccl_test cuda_nccl_blocking_test cuda_native_test
-        cuda_counts_test)
+        cuda_counts_test cuda_direct_test)
   add_dependencies(${name} fake_nccl named_nccl old_nccl lacking_nccl)
   target_compile_definitions(${name} PRIVATE
     GRADWIRE_FAKE_NCCL="$<TARGET_FILE:fake_nccl>" GRADWIRE_NAMED_NCCL="$<TARGET_FILE:named_nccl>"

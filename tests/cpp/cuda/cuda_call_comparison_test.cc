@@ -1,7 +1,6 @@
 // Ranks compare their calls in few rounds, and find the same culprits as a comparison of each call.
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
@@ -58,27 +57,6 @@ TEST_P(AnyNumberOfRanks, TheSameCallsAreAlike) {
     }
     finish(comparison);
     EXPECT_EQ(comparison.compared(), 200U);
-  });
-}
-
-// Calls have ended everywhere only once they have on the device of the last rank.
-TEST_P(AnyNumberOfRanks, EndsOnAllDevicesAreCounted) {
-  exec::Ranks ranks(GetParam());
-  std::atomic<bool> has_ended = GetParam() == 1;
-  ranks.run([&](exec::Communicator& comm) {
-    CallComparison comparison(comm, /*counts_ends=*/true);
-    const bool is_last = comm.identity().rank == GetParam() - 1;
-    for (int call = 0; call < 3; ++call) comparison.add(text_of(call), 10);
-    comparison.set_ended(is_last ? 2 : 3);
-    for (int turn = 0; !comparison.is_settled(); ++turn) {
-      comparison.advance(/*hurries=*/true);
-      if (const auto pending = comparison.pending()) pending->wait_for(10);
-      if (!is_last || turn < 4) continue;
-      has_ended = true;
-      comparison.set_ended(3);
-    }
-    EXPECT_TRUE(has_ended);
-    EXPECT_TRUE(comparison.is_over());
   });
 }
 

@@ -8,6 +8,19 @@
 namespace gradwire::cuda {
 namespace {
 
+// Of one run each.
+Status cast_encode(Cast cast, const float* x, const RunFeedback& run_feedback, float scale,
+                   std::byte* out, std::size_t n) {
+  const Run run{.x = x, .n = n, .run_feedback = run_feedback};
+  return api().cast_encode_runs(cast, scale, &run, 1, {.out = out}, nullptr, stream());
+}
+Status cast_decode(Cast cast, const std::byte* in, float scale, float* y, std::size_t n, bool add,
+                   std::uint32_t* flags) {
+  const Run run{.y = y, .n = n};
+  return api().cast_decode_runs(cast, scale, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
+                                stream());
+}
+
 struct Case {
   const char* name;
   Cast cast;
@@ -53,8 +66,8 @@ TEST_P(CudaCast, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift);
         const DeviceArray<std::uint16_t> out(halves(n), 0);
         const DeviceFeedback feedback(e, other, static_cast<std::uint32_t>(n % 2));
-        RUN(api().cast_encode(cast, in.data(), fed_back ? feedback.run_feedback() : RunFeedback{},
-                              scale, reinterpret_cast<std::byte*>(out.data()), n, stream()));
+        RUN(cast_encode(cast, in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, scale,
+                        reinterpret_cast<std::byte*>(out.data()), n));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -79,12 +92,12 @@ TEST_P(CudaCast, DecodesAsTheCpu) {
         const DeviceArray<std::uint16_t> in(payload, 0);
         const DeviceArray<float> y(before, random_() % 2);
         const DeviceArray<std::uint32_t> flags({kRefused});
-        RUN(api().cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(),
-                              n, add, flags.data(), stream()));
+        RUN(cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(), n,
+                        add, flags.data()));
         ASSERT_TRUE(same(y.values(), expected)) << "n=" << n << " add=" << add;
         ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite) << "n=" << n;
-        RUN(api().cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(),
-                              n, false, nullptr, stream()));
+        RUN(cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(), n,
+                        false, nullptr));
       }
 }
 
@@ -97,8 +110,8 @@ TEST_P(CudaCast, DecodesEveryValueAsTheCpu) {
   codec_->decode(bytes_of(payload), expected.data(), expected.size());
   const DeviceArray<std::uint16_t> in(payload, 0);
   const DeviceArray<float> y(std::vector<float>(payload.size()), 0);
-  RUN(api().cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(),
-                        payload.size(), false, nullptr, stream()));
+  RUN(cast_decode(cast, reinterpret_cast<const std::byte*>(in.data()), scale, y.data(),
+                  payload.size(), false, nullptr));
   ASSERT_TRUE(same(y.values(), expected));
 }
 
@@ -106,8 +119,8 @@ INSTANTIATE_TEST_SUITE_P(Casts, CudaCast, testing::ValuesIn(kCases),
                          [](const auto& each) { return "case" + std::to_string(each.index); });
 
 TEST(CudaCast, NothingIsEmpty) {
-  RUN(api().cast_encode(Cast::kFp16, nullptr, {}, 1, nullptr, 0, stream()));
-  RUN(api().cast_decode(Cast::kFp16, nullptr, 1, nullptr, 0, true, nullptr, stream()));
+  RUN(cast_encode(Cast::kFp16, nullptr, {}, 1, nullptr, 0));
+  RUN(cast_decode(Cast::kFp16, nullptr, 1, nullptr, 0, true, nullptr));
 }
 
 }  // namespace

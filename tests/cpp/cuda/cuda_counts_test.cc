@@ -103,11 +103,6 @@ class CountingMessages final : public Messages {
     real_->run_native(collectives, stream);
     tally.kernels -= simulated_cuda_launches() - before;  // the library's own
   }
-  bool has_reduce() const noexcept override { return real_->has_reduce(); }
-  void reduce(std::span<const SummedRun> runs, const Sum& sum, Stream stream) override {
-    real_->reduce(runs, sum, stream);
-  }
-  const Staging* staging() const noexcept override { return real_->staging(); }
   void check() override { real_->check(); }
   void abort() noexcept override { real_->abort(); }
   bool rest() noexcept override { return real_->rest(); }
@@ -125,16 +120,12 @@ class CountingMessages final : public Messages {
 // Ranks on one simulated GPU, joined by a fake NCCL, and monitored as users' calls are.
 class CountedRanks {
  public:
-  // Over NCCL, or by mapped memory.
-  explicit CountedRanks(int size, bool by_ipc = false)
-      : shadow_(size, "inproc", {}, {}, /*mortal=*/true), users_(size) {
+  explicit CountedRanks(int size) : shadow_(size, "inproc", {}, {}, /*mortal=*/true), users_(size) {
     fake_nccl().reset();
     fake_nccl().copy_by(&simulated_api());
     ::setenv("GRADWIRE_NCCL_SO", GRADWIRE_FAKE_NCCL, 1);
     const nccl::UniqueId id = make_unique_id(Nccl::load());
     gpus_.resize(static_cast<std::size_t>(size));
-    auto mapped =
-        by_ipc ? ipc_messages(counting_api(), size) : std::vector<std::unique_ptr<Messages>>{};
     run([&](Rank rank) {
       NcclSettings settings;
       settings.rank = rank;
@@ -143,9 +134,7 @@ class CountedRanks {
       Gpu& gpu = of(rank);
       gpu.communicator = std::make_unique<Communicator>(
           counting_api(), Communicator::Setting{rank, size, {}, 0},
-          std::make_unique<CountingMessages>(by_ipc
-                                                 ? std::move(mapped[static_cast<std::size_t>(rank)])
-                                                 : make_nccl_messages(Nccl::load(), id, settings)));
+          std::make_unique<CountingMessages>(make_nccl_messages(Nccl::load(), id, settings)));
       gpu.stream = std::make_unique<OwnedStream>(simulated_api());
       gpu.host = std::make_shared<codec::ErrorFeedback>();
       gpu.feedback = std::make_unique<Feedback>(counting_api(), gpu.host);
@@ -342,29 +331,18 @@ TEST_P(CudaCounts, SparseCodecsAreOneMessageAPeerAndRoundToo) {
   }
 }
 
-TEST_P(CudaCounts, APlainCallByMappedMemoryIsOneKernel) {
+// Encode, owner's stage, decode; beside them open, settle and flags.
+TEST_P(CudaCounts, ACodecTakesTwoOperationsAndThreeKernels) {
   const int p = GetParam();
-  CountedRanks ranks(p, /*by_ipc=*/true);
-  for (std::string_view algorithm : {"auto", "direct"})
-    for (const auto& lengths : {std::vector<std::size_t>{1}, {1 << 18}, parameters()}) {
-      const Tally found = of_worst_rank(ranks.repeated(average(algorithm), lengths, false));
-      print(std::to_string(lengths.size()) + " arrays by mapped memory", p, found);
-      EXPECT_EQ(found.kernels, 1U);
-      EXPECT_LE(found.runtime, 4);
-      EXPECT_EQ(found.groups + found.memsets + found.copies, 0);
-    }
-}
-
-TEST_P(CudaCounts, ABucketByMappedMemoryTakesFewKernels) {
-  const int p = GetParam();
-  CountedRanks ranks(p, /*by_ipc=*/true);
-  for (std::string_view codec : {"onebit", "onebit:block=8192", "int8", "fp16"})
-    for (std::string_view algorithm : {"auto", "direct"}) {
+  CountedRanks ranks(p);
+  for (std::string_view codec : {"onebit", "int8", "fp16"})
+    for (const bool feeds_back : {false, true}) {
       const Tally found =
-          of_worst_rank(ranks.repeated(average(algorithm, codec), parameters(), true));
-      print("24 arrays, " + std::string(codec) + " by mapped memory", p, found);
-      EXPECT_LE(found.kernels, 5U) << "not one, beside those of residuals and flags";
-      EXPECT_EQ(found.groups, 0);
+          of_worst_rank(ranks.repeated(average("direct", codec), {1 << 16}, feeds_back));
+      print("256 KiB, " + std::string(codec) + " by direct", p, found);
+      EXPECT_EQ(found.groups, 2) << "an all-to-all and an all-gather";
+      EXPECT_EQ(found.messages, 0);
+      EXPECT_EQ(found.kernels, feeds_back ? 7U : 4U);
     }
 }
 

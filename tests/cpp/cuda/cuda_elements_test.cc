@@ -15,6 +15,37 @@ namespace {
 
 using codec::Data;
 
+// Of one run each.
+std::byte* bytes_at(void* data) { return static_cast<std::byte*>(data); }
+
+// y := x[0] (op) x[1] (op) …, where x[i] begins at x + i · stride bytes.
+Status fold_all(int dtype, int op, void* x, std::size_t stride, int count, void* y, int divisor,
+                std::size_t n) {
+  const FoldRun run{bytes_at(x), bytes_at(y), n, 0};
+  const Payloads addends{bytes_at(x) + stride, static_cast<std::int64_t>(stride), count - 1};
+  return api().fold_runs(dtype, op, &run, 1, addends, divisor, stream());
+}
+Status fold(int dtype, int op, void* acc, void* x, std::size_t n) {
+  const FoldRun run{bytes_at(acc), bytes_at(acc), n, 0};
+  return api().fold_runs(dtype, op, &run, 1, {bytes_at(x), 0, 1}, 1, stream());
+}
+Status average(int dtype, void* x, int divisor, std::size_t n) {
+  return fold_all(dtype, static_cast<int>(ReduceOp::kAvg), x, 0, 1, x, divisor, n);
+}
+Status fold_wide(int dtype, int op, void* own, float* sum, void* x, void* y, int divisor,
+                 std::size_t n) {
+  const WideRun run{bytes_at(own), sum, bytes_at(y), n, 0};
+  return api().fold_wide_runs(dtype, op, &run, 1, bytes_at(x), divisor, stream());
+}
+Status deliver(const RunFeedback& run_feedback, float* y, std::size_t n) {
+  const cuda::Run run{.x = y, .y = y, .n = n, .run_feedback = run_feedback};
+  return api().deliver_runs(&run, 1, stream());
+}
+Status mark(float* y, std::size_t n, std::size_t unit, std::uint32_t* flags) {
+  const cuda::Run run{.y = y, .n = n};
+  return api().mark_runs(&run, 1, unit, flags, stream());
+}
+
 class CudaElements : public testing::Test {
  protected:
   std::vector<std::byte> elements(DType dtype, std::size_t n, Data data) {
@@ -54,7 +85,7 @@ TEST_F(CudaElements, FoldIsTheCpus) {
         fold_on_cpu(d, op, expected, b.data(), n);
         for (const std::size_t shift : {std::size_t{0}, random_() % 16 * size}) {
           const DeviceArray<std::byte> acc(a, 0), x(b, shift);
-          RUN(api().fold(d, op, acc.data(), x.data(), n, stream()));
+          RUN(fold(d, op, acc.data(), x.data(), n));
           ASSERT_TRUE(same(acc.values(), expected))
               << name_of(dtype) << " " << name_of(static_cast<ReduceOp>(op)) << " shift " << shift;
           ASSERT_TRUE(same(x.values(), b));
@@ -70,7 +101,7 @@ TEST_F(CudaElements, FoldsAnArrayIntoItself) {
       auto expected = a;
       fold_on_cpu(d, op, expected, a.data(), 3000);
       const DeviceArray<std::byte> acc(a, 0);
-      RUN(api().fold(d, op, acc.data(), acc.data(), 3000, stream()));
+      RUN(fold(d, op, acc.data(), acc.data(), 3000));
       ASSERT_TRUE(same(acc.values(), expected)) << d << " " << op;
     }
 }
@@ -94,9 +125,9 @@ TEST_F(CudaElements, FoldAllIsTheCpus) {
         codec::fold_all(dtype, static_cast<ReduceOp>(op), parts, 0, expected.data(), divisor, n);
         const DeviceArray<std::byte> x(all, 0);
         const DeviceArray<std::byte> y(std::vector<std::byte>(n * size), moved ? size : 0);
-        RUN(api().fold_all(d, op, x.data(), stride, count, y.data(), divisor, n, stream()));
+        RUN(fold_all(d, op, x.data(), stride, count, y.data(), divisor, n));
         ASSERT_TRUE(same(y.values(), expected)) << d << " " << op << " of " << count;
-        RUN(api().fold_all(d, op, x.data(), stride, count, x.data(), divisor, n, stream()));
+        RUN(fold_all(d, op, x.data(), stride, count, x.data(), divisor, n));
         auto in_place = x.values();
         in_place.resize(n * size);
         ASSERT_TRUE(same(in_place, expected)) << d << " " << op << " of " << count;
@@ -117,9 +148,8 @@ TEST_F(CudaElements, WideFoldsAreTheCpus) {
           const std::size_t shift = n % 2 * 2;
           const DeviceArray<std::byte> own(of[0], shift), x(of[1], 0), y(of[2], shift);
           const DeviceArray<float> sum(std::vector<float>(n), 0);
-          RUN(api().fold_wide(d, o, own.data(), sum.data(), x.data(), nullptr, 1, n, stream()));
-          RUN(api().fold_wide(d, o, nullptr, sum.data(), y.data(), own.data(), divisor, n,
-                              stream()));
+          RUN(fold_wide(d, o, own.data(), sum.data(), x.data(), nullptr, 1, n));
+          RUN(fold_wide(d, o, nullptr, sum.data(), y.data(), own.data(), divisor, n));
           ASSERT_TRUE(same(own.values(), expected)) << name_of(dtype) << " " << name_of(op) << n;
         }
 }
@@ -149,7 +179,7 @@ TEST_F(CudaElements, AverageIsTheCpus) {
         auto expected = x;
         codec::average(dtype, expected.data(), ranks, n);
         const DeviceArray<std::byte> y(x, n % 3 * size_of(dtype));
-        RUN(api().average(d, y.data(), ranks, n, stream()));
+        RUN(average(d, y.data(), ranks, n));
         ASSERT_TRUE(same(y.values(), expected)) << name_of(dtype) << " over " << ranks;
       }
 }
@@ -159,12 +189,12 @@ TEST_F(CudaElements, RefusesWhatCpusHaveNot) {
     for (int op = 0; op < kReduceOps; ++op) {
       if (is_defined(static_cast<ReduceOp>(op), static_cast<DType>(d))) continue;
       const DeviceArray<std::uint64_t> y({1, 2, 3, 4});
-      EXPECT_NE(api().fold(d, op, y.data(), y.data() + 2, 1, stream()), 0) << d << " " << op;
+      EXPECT_NE(fold(d, op, y.data(), y.data() + 2, 1), 0) << d << " " << op;
     }
   const DeviceArray<int> x({1, 2});
   EXPECT_NE(api().scale(static_cast<int>(DType::kInt32), x.data(), 0.5, 2, stream()), 0);
-  EXPECT_NE(api().fold_all(kDTypes, 0, x.data(), 4, 2, x.data(), 1, 1, stream()), 0);
-  EXPECT_NE(api().fold_all(0, 0, x.data(), 4, 0, x.data(), 1, 1, stream()), 0);
+  EXPECT_NE(fold_all(kDTypes, 0, x.data(), 4, 2, x.data(), 1, 1), 0);
+  EXPECT_NE(fold_all(0, 0, x.data(), 4, 0, x.data(), 1, 1), 0);
   EXPECT_EQ(x.values(), (std::vector<int>{1, 2}));
 }
 
@@ -176,7 +206,7 @@ TEST_F(CudaElements, DeliversTheResidual) {
       codec::kernels().reduce[0][0](expected.data(), e.data(), n);
       const DeviceArray<float> y(x, which);
       const DeviceFeedback feedback(e, n % 2, which);
-      RUN(api().deliver(feedback.run_feedback(), y.data(), n, stream()));
+      RUN(deliver(feedback.run_feedback(), y.data(), n));
       ASSERT_TRUE(same(y.values(), expected)) << n;
       ASSERT_TRUE(same(feedback.before(), e));
       ASSERT_TRUE(same(feedback.after(), std::vector<float>(n, 0.0F)));
@@ -185,7 +215,7 @@ TEST_F(CudaElements, DeliversTheResidual) {
 
 TEST_F(CudaElements, DeliversNothingWithoutFeedback) {
   const DeviceArray<float> y({-0.0F, 2.0F});
-  RUN(api().deliver({}, y.data(), 2, stream()));
+  RUN(deliver({}, y.data(), 2));
   EXPECT_TRUE(same(y.values(), {-0.0F, 2.0F}));
 }
 
@@ -202,7 +232,7 @@ TEST_F(CudaElements, MarksUnitsThatAreNotFinite) {
         const bool finite = codec::mark_not_finite(*codec, expected.data(), n);
         const DeviceArray<float> y(x, static_cast<std::size_t>(bad));
         const DeviceArray<std::uint32_t> flags({kRefused});
-        RUN(api().mark(y.data(), n, codec->unit(), flags.data(), stream()));
+        RUN(mark(y.data(), n, codec->unit(), flags.data()));
         ASSERT_TRUE(same(y.values(), expected)) << name << " n=" << n;
         ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite) << name;
       }
@@ -287,10 +317,10 @@ TEST_F(CudaElements, WhatWasSentIsCleared) {
 
 TEST_F(CudaElements, NothingIsDoneWithNothing) {
   RUN(api().clear_sent(nullptr, 0, stream()));
-  RUN(api().fold(0, 0, nullptr, nullptr, 0, stream()));
-  RUN(api().fold_all(0, 0, nullptr, 0, 3, nullptr, 1, 0, stream()));
+  RUN(fold(0, 0, nullptr, nullptr, 0));
+  RUN(fold_all(0, 0, nullptr, 0, 3, nullptr, 1, 0));
   RUN(api().scale(0, nullptr, 2, 0, stream()));
-  RUN(api().mark(nullptr, 0, 1, nullptr, stream()));
+  RUN(mark(nullptr, 0, 1, nullptr));
   RUN(api().poison(nullptr, 0, nullptr, stream()));
   RUN(api().open(nullptr, 0, stream()));
   RUN(api().settle(nullptr, 0, true, nullptr, stream()));

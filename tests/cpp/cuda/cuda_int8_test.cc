@@ -8,6 +8,23 @@
 namespace gradwire::cuda {
 namespace {
 
+// Of one run each.
+Status int8_encode(const float* x, const RunFeedback& run_feedback, std::size_t n,
+                   std::size_t block, const Int8Rounding& rounding, std::byte* out) {
+  const Run run{.x = x,
+                .n = n,
+                .run_feedback = run_feedback,
+                .call = rounding.call,
+                .element = rounding.element};
+  return api().int8_encode_runs(block, rounding, &run, 1, {.out = out}, nullptr, stream());
+}
+Status int8_decode(const std::byte* in, std::size_t n, std::size_t block, float* y, bool add,
+                   std::uint32_t* flags) {
+  const Run run{.y = y, .n = n};
+  return api().int8_decode_runs(block, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
+                                stream());
+}
+
 struct Case {
   const char* name;
   std::size_t block;
@@ -60,8 +77,8 @@ TEST_P(CudaInt8, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift());
         const DeviceArray<std::byte> out(draw_bytes(expected.size(), random_), 0);
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2), kCalls);
-        RUN(api().int8_encode(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n,
-                              block, {stochastic, seed, kCall, element}, out.data(), stream()));
+        RUN(int8_encode(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n, block,
+                        {stochastic, seed, kCall, element}, out.data()));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -82,10 +99,10 @@ void expect_decoded(const codec::Codec& codec, std::size_t block,
                             .finite;
     const DeviceArray<float> y(before, shift);
     const DeviceArray<std::uint32_t> flags({kRefused});
-    RUN(api().int8_decode(in.data(), n, block, y.data(), add, flags.data(), stream()));
+    RUN(int8_decode(in.data(), n, block, y.data(), add, flags.data()));
     ASSERT_TRUE(same(y.values(), expected)) << "n=" << n << " add=" << add;
     ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite) << "n=" << n;
-    RUN(api().int8_decode(in.data(), n, block, y.data(), add, nullptr, stream()));
+    RUN(int8_decode(in.data(), n, block, y.data(), add, nullptr));
   }
 }
 
@@ -117,8 +134,8 @@ INSTANTIATE_TEST_SUITE_P(Blocks, CudaInt8, testing::ValuesIn(kCases),
                          [](const auto& each) { return "of" + std::to_string(each.param.block); });
 
 TEST(CudaInt8, NothingIsEmpty) {
-  RUN(api().int8_encode(nullptr, {}, 0, 1024, {}, nullptr, stream()));
-  RUN(api().int8_decode(nullptr, 0, 1024, nullptr, true, nullptr, stream()));
+  RUN(int8_encode(nullptr, {}, 0, 1024, {}, nullptr));
+  RUN(int8_decode(nullptr, 0, 1024, nullptr, true, nullptr));
 }
 
 }  // namespace

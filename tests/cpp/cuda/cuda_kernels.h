@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -45,6 +46,60 @@ class DeviceFeedback {
   std::uint32_t which_;
   DeviceArray<float> residuals_[2];
   DeviceArray<KeyState> key_state_;
+};
+
+// Payloads of a codec whose size varies, of so many units each: a table of sizes, and slots.
+class SlotArray {
+ public:
+  SlotArray(std::size_t units, std::size_t slot_bytes, std::size_t count = 1)
+      : units_(units),
+        slot_bytes_(slot_bytes),
+        bytes_(std::vector<std::byte>(count * payload_bytes(), std::byte{0xEE}), 0) {}
+
+  std::size_t payload_bytes() const { return table_bytes() + units_ * slot_bytes_; }
+  std::byte* data() const { return bytes_.data(); }
+  Payloads payloads(int count = 1) const {
+    return {data(), static_cast<std::int64_t>(payload_bytes()), count};
+  }
+
+  // Payload `number` becomes these units, padded with zeros.
+  void set(const std::vector<std::vector<std::byte>>& units, std::size_t number = 0) {
+    std::vector<std::byte> all = bytes_.values();
+    std::byte* const at = all.data() + number * payload_bytes();
+    for (std::size_t u = 0; u < units.size(); ++u) {
+      const auto size = static_cast<std::uint32_t>(units[u].size());
+      std::memcpy(at + u * sizeof size, &size, sizeof size);
+      const std::vector<std::byte> slot = padded(units[u]);
+      std::memcpy(at + table_bytes() + u * slot_bytes_, slot.data(), slot_bytes_);
+    }
+    bytes_.set(all);
+  }
+  // A unit as decoders find it: all of its slot.
+  std::vector<std::byte> padded(std::vector<std::byte> unit) const {
+    unit.resize(slot_bytes_);
+    return unit;
+  }
+
+  // The bytes that count of each unit of the first payload.
+  std::vector<std::vector<std::byte>> units() const {
+    const std::vector<std::byte> all = bytes_.values();
+    std::vector<std::vector<std::byte>> found;
+    for (std::size_t u = 0; u < units_; ++u) {
+      std::uint32_t size = 0;
+      std::memcpy(&size, all.data() + u * sizeof size, sizeof size);
+      EXPECT_LE(size, slot_bytes_);
+      const auto slot = all.begin() + static_cast<std::ptrdiff_t>(table_bytes() + u * slot_bytes_);
+      found.emplace_back(
+          slot, slot + static_cast<std::ptrdiff_t>(std::min<std::size_t>(size, slot_bytes_)));
+    }
+    return found;
+  }
+
+ private:
+  std::size_t table_bytes() const { return aligned(sizeof(std::uint32_t) * units_); }
+
+  std::size_t units_, slot_bytes_;
+  DeviceArray<std::byte> bytes_;
 };
 
 inline std::vector<std::byte> draw_bytes(std::size_t n, std::mt19937_64& random) {

@@ -38,12 +38,9 @@ class Ways : public testing::TestWithParam<std::string_view> {
         carriers_(kRanks),
         inner_(simulated_api(), 2),
         outer_(simulated_api(), 2) {
-    if (GetParam() == "ipc") messages_ = ipc_messages(simulated_api(), kRanks);
-    for (int host = 0; host < 2; ++host)
-      for (auto& each : ipc_messages(simulated_api(), 2)) mapped_.push_back(std::move(each));
     for (Rank r = 0; r < kRanks; ++r) {
       streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
-      if (GetParam() != "ipc") messages_.push_back(make(r));
+      messages_.push_back(make(r));
     }
   }
   ~Ways() override {
@@ -58,8 +55,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
     Loopback& pair = rank < 2 ? inner_ : outer_;  // two hosts of two ranks
     std::vector<std::unique_ptr<Messages>> ways;
     ways.push_back(std::move(host));
-    ways.push_back(GetParam() == "routed" ? pair.endpoint(rank % 2, 10)
-                                          : std::move(mapped_[at(rank)]));
+    ways.push_back(pair.endpoint(rank % 2, 10));
     std::vector<RoutedMessages::Route> routes;
     for (Rank peer = 0; peer < kRanks; ++peer)
       routes.push_back(peer / 2 == rank / 2 ? RoutedMessages::Route{1, peer % 2}
@@ -97,7 +93,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<DeviceBytes>> memory_;
-  std::vector<std::unique_ptr<Messages>> mapped_, messages_;  // mapped_: by ranks of one host
+  std::vector<std::unique_ptr<Messages>> messages_;
 };
 
 TEST_P(Ways, AllToAllArrivesInOrder) {
@@ -184,8 +180,7 @@ TEST_P(Ways, AbortEndsWhatWaits) {
                Aborted);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, Ways,
-                         testing::Values("loopback", "host", "routed", "ipc", "ipc+host"));
+INSTANTIATE_TEST_SUITE_P(Ways, Ways, testing::Values("loopback", "host", "routed"));
 
 TEST(Loopback, NamesWhoDoesNotCome) {
   Loopback shared(simulated_api(), 2);

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda_nccl_ranks.h"
 #include "cuda_ranks.h"
-#include "fake_nccl.h"
 #include "gradwire/base/error.h"
 #include "gradwire/cuda/gpu_native.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
@@ -38,21 +38,8 @@ class NativeCalls : public testing::Test {
     fake.reset();
   }
 
-  static std::vector<std::unique_ptr<Messages>> nccl_messages(int size) {
-    const Nccl& nccl = Nccl::load();
-    const nccl::UniqueId id = make_unique_id(nccl);
-    std::vector<std::unique_ptr<Messages>> all(static_cast<std::size_t>(size));
-    transport::run_threads(size, [&](int rank) {
-      NcclSettings settings;
-      settings.rank = rank;
-      settings.size = size;
-      all[static_cast<std::size_t>(rank)] = make_nccl_messages(nccl, id, settings);
-    });
-    return all;
-  }
-
   static Outcome over_nccl(const Case& of) {
-    GpuRanks ranks(nccl_messages(static_cast<int>(of.inputs.size())));
+    GpuRanks ranks(nccl_messages(Nccl::load(), static_cast<int>(of.inputs.size())));
     return on_gpus(of, ranks);
   }
 

@@ -67,6 +67,9 @@ static_assert(parameters(&ncclSend) == 6 && parameters(&ncclRecv) == 6);
 static_assert(parameters(&ncclAllReduce) == 7 && parameters(&ncclReduceScatter) == 7);
 static_assert(parameters(&ncclAllGather) == 6 && parameters(&ncclBroadcast) == 7);
 static_assert(parameters(&ncclReduce) == 8);
+#if NCCL_VERSION_CODE >= 22800
+static_assert(parameters(&ncclAlltoAll) == 6);
+#endif
 static_assert(sizeof(ours::RedOp) == sizeof(ncclRedOp_t));
 static_assert(parameters(&ncclCommGetAsyncError) == 2 && parameters(&ncclGetLastError) == 1);
 #else

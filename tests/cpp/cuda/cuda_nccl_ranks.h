@@ -22,6 +22,19 @@ using All = std::vector<std::unique_ptr<Messages>>;
 
 using transport::run_threads;
 
+// Of all ranks, which share a world.
+inline All nccl_messages(const Nccl& nccl, int size) {
+  const nccl::UniqueId id = make_unique_id(nccl);
+  All all(static_cast<std::size_t>(size));
+  run_threads(size, [&](int rank) {
+    NcclSettings settings;
+    settings.rank = rank;
+    settings.size = size;
+    all[static_cast<std::size_t>(rank)] = make_nccl_messages(nccl, id, settings);
+  });
+  return all;
+}
+
 // What `call` throws, which must be of this kind.
 template <typename Kind, typename Call>
 Kind thrown_by(Call call) {

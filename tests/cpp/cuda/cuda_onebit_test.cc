@@ -1,8 +1,6 @@
 // onebit on a GPU is the CPU's, bit for bit, unit by unit.
 #include <gtest/gtest.h>
 
-#include <optional>
-
 #include "cuda_kernels.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/blocks.h"
@@ -57,14 +55,12 @@ class CudaOneBit : public testing::TestWithParam<std::size_t> {
     return encoded;
   }
 
-  // One unit; `whole`: all of the bytes have to be its.
-  Decoded decode(const Payload& bytes, const Floats& before, bool add, bool whole) const {
+  Decoded decode(const Payload& bytes, const Floats& before, bool add) const {
     Decoded decoded{before, true, false};
     try {
       const auto found = add ? codec_->decode_add(bytes, decoded.y.data(), before.size())
                              : codec_->decode(bytes, decoded.y.data(), before.size());
       decoded.finite = found.finite;
-      decoded.refused = whole && found.bytes < bytes.size();
     } catch (const InvalidArgument&) {
       decoded.refused = true;
     }
@@ -73,21 +69,29 @@ class CudaOneBit : public testing::TestWithParam<std::size_t> {
     return decoded;
   }
 
-  Payload slots_of(const std::vector<Payload>& units) {
-    Payload all = draw_bytes(units.size() * slot(), random_);
-    for (std::size_t u = 0; u < units.size(); ++u)
-      std::copy(units[u].begin(), units[u].end(),
-                all.begin() + static_cast<std::ptrdiff_t>(u * slot()));
-    return all;
+  // With any bytes behind, up to the end of the slot.
+  Payload extended(Payload unit) {
+    const Payload more = draw_bytes(slot(), random_);
+    unit.insert(unit.end(), more.begin(), more.end());
+    unit.resize(slot());
+    return unit;
   }
-
-  void expect_units(const Payload& slots, const std::vector<std::uint32_t>& sizes,
-                    const std::vector<Payload>& expected) const {
-    for (std::size_t u = 0; u < expected.size(); ++u) {
-      ASSERT_EQ(sizes[u], expected[u].size()) << "unit " << u;
-      const auto begin = slots.begin() + static_cast<std::ptrdiff_t>(u * slot());
-      ASSERT_TRUE(same(Payload(begin, begin + sizes[u]), expected[u])) << "unit " << u;
+  SlotArray in_slots(std::vector<Payload> units) {
+    SlotArray slots(units.size(), slot());
+    for (Payload& each : units) each = extended(each);
+    slots.set(units);
+    return slots;
+  }
+  // y := payloads, or y + the one payload. Returns the flags.
+  std::uint32_t decode(const SlotArray& slots, int count, float* y, std::size_t n, bool add) {
+    const DeviceArray<std::uint32_t> flags({0});
+    const cuda::Run run{.y = y, .n = n};
+    const Decoding how{.payloads = slots.payloads(count), .adds = add};
+    if (!add) {
+      EXPECT_EQ(api().onebit_decode_runs(block(), &run, 1, how, nullptr, stream()), 0);
     }
+    EXPECT_EQ(api().onebit_decode_runs(block(), &run, 1, how, flags.data(), stream()), 0);
+    return flags.value();
   }
 
   std::shared_ptr<const codec::Codec> codec_ =
@@ -106,13 +110,12 @@ TEST_P(CudaOneBit, EncodesAsTheCpu) {
         const Floats e = draw(kFamilies[n % 2 == 0 ? 3 : 0], n, random_);
         const Encoded expected = encode(x, fed_back ? e.data() : nullptr);
         const DeviceArray<float> in(x, shift());
-        const DeviceArray<std::byte> out(draw_bytes(units(n) * slot(), random_), 0);
-        const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n), 1));
+        const SlotArray slots(units(n), slot());
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2));
-        const RunFeedback run_feedback = fed_back ? feedback.run_feedback() : RunFeedback{};
-        RUN(api().onebit_encode(in.data(), run_feedback, n, block(), out.data(), sizes.data(),
-                                stream()));
-        expect_units(out.values(), sizes.values(), expected.units);
+        cuda::Run run{.x = in.data(), .n = n};
+        if (fed_back) run.run_feedback = feedback.run_feedback();
+        RUN(api().onebit_encode_runs(block(), &run, 1, {.out = slots.data()}, nullptr, stream()));
+        ASSERT_TRUE(slots.units() == expected.units);
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
         ASSERT_TRUE(same(feedback.after(), expected.error));
@@ -132,74 +135,26 @@ TEST_P(CudaOneBit, FinishesAsTheCpu) {
       Floats y;
       bool finite = true;
       for (std::size_t u = 0; u < encoded.units.size(); ++u) {
-        const Decoded one = decode(encoded.units[u], Floats(length(u, n)), false, true);
+        const Decoded one = decode(encoded.units[u], Floats(length(u, n)), false);
         y.insert(y.end(), one.y.begin(), one.y.end());
         finite = finite && one.finite;
       }
       codec::kernels().scale[0](y.data(), static_cast<double>(factor), n);
       const DeviceArray<float> in(x, shift());  // in place
-      const DeviceArray<std::byte> out(Payload(units(n) * slot()), 0);
-      const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n)));
+      const SlotArray slots(units(n), slot());
       const DeviceArray<std::uint32_t> flags({kRefused});
       const DeviceFeedback feedback(e, shift());
-      RUN(api().onebit_finish(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n,
-                              block(), out.data(), sizes.data(), in.data(), factor, flags.data(),
-                              stream()));
-      expect_units(out.values(), sizes.values(), encoded.units);
+      cuda::Run run{.x = in.data(), .y = in.data(), .n = n};
+      if (fed_back) run.run_feedback = feedback.run_feedback();
+      RUN(api().onebit_encode_runs(block(), &run, 1,
+                                   {.out = slots.data(), .finishes = true, .factor = factor},
+                                   flags.data(), stream()));
+      ASSERT_TRUE(slots.units() == encoded.units);
       ASSERT_TRUE(same(in.values(), y));
       ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite);
       if (!fed_back) continue;
       ASSERT_TRUE(same(feedback.after(), encoded.error));
     }
-}
-
-TEST_P(CudaOneBit, PacksToTheCpusBytes) {
-  const std::size_t n = 3 * block() + 17;
-  for (const std::size_t family : {0, 12}) {
-    const Floats x = draw(kFamilies[family], n, random_);
-    Payload expected(codec_->max_bytes(n));
-    expected.resize(codec_->encode(x.data(), n, {}, expected));
-    const DeviceArray<float> in(x, 0);
-    const DeviceArray<std::byte> slots(Payload(units(n) * slot()), 0);
-    const DeviceArray<std::byte> out(Payload(expected.size()), 0);
-    const DeviceArray<std::uint32_t> sizes(std::vector<std::uint32_t>(units(n)));
-    const DeviceArray<std::uint64_t> offsets(std::vector<std::uint64_t>(units(n) + 1));
-    RUN(api().onebit_encode(in.data(), {}, n, block(), slots.data(), sizes.data(), stream()));
-    RUN(api().pack(slots.data(), slot(), sizes.data(), units(n), offsets.data(), out.data(),
-                   stream()));
-    ASSERT_TRUE(same(out.values(), expected));
-  }
-}
-
-TEST_P(CudaOneBit, SizesMayBeMissing) {
-  const Floats x = draw(kFamilies[10], block(), random_);
-  const DeviceArray<float> in(x);
-  const DeviceArray<std::byte> out(Payload(slot()), 0);
-  RUN(api().onebit_encode(in.data(), {}, block(), block(), out.data(), nullptr, stream()));
-  const auto expected = encode(x, nullptr).units;
-  expect_units(out.values(), {static_cast<std::uint32_t>(expected[0].size())}, expected);
-}
-
-// A payload on the device, in slots; or packed, at any address.
-struct OnDevicePayload {
-  DeviceArray<std::byte> bytes;
-  std::optional<DeviceArray<std::uint64_t>> offsets;
-
-  Slots slots() const { return {bytes.data(), offsets ? offsets->data() : nullptr}; }
-};
-
-OnDevicePayload in_slots(const Payload& slots) {
-  return {DeviceArray<std::byte>(slots, 0), std::nullopt};
-}
-
-OnDevicePayload packed(const std::vector<Payload>& units, std::size_t shift) {
-  Payload all;
-  std::vector<std::uint64_t> offsets = {0};
-  for (const Payload& each : units) {
-    all.insert(all.end(), each.begin(), each.end());
-    offsets.push_back(all.size());
-  }
-  return {DeviceArray<std::byte>(all, shift), DeviceArray<std::uint64_t>(offsets)};
 }
 
 TEST_P(CudaOneBit, AddsPayloadsAsTheCpu) {
@@ -208,29 +163,26 @@ TEST_P(CudaOneBit, AddsPayloadsAsTheCpu) {
       if (n > 3000 && (count > 9 || n > 20000)) continue;
       SCOPED_TRACE(std::to_string(count) + " of " + std::to_string(n));
       std::vector<Payload> cpu;
-      std::vector<OnDevicePayload> payloads;
-      std::vector<Slots> slots;
+      SlotArray slots(units(n), slot(), count);
       // All without masks, or a few with, or all, or all of large values and Inf.
       const std::size_t kind = random_() % 4;
       for (std::size_t p = 0; p < count; ++p) {
         const std::size_t family[] = {0, p % 3 == 1 ? 12U : 0U, 9 + p % 5, p % 2 == 0 ? 6U : 14U};
-        const auto encoded = encode(draw(kFamilies[family[kind]], n, random_), nullptr);
+        auto encoded = encode(draw(kFamilies[family[kind]], n, random_), nullptr);
         Payload& all = cpu.emplace_back();
-        for (const Payload& each : encoded.units) all.insert(all.end(), each.begin(), each.end());
-        payloads.push_back(random_() % 2 == 0 ? packed(encoded.units, random_() % 5)
-                                              : in_slots(slots_of(encoded.units)));
+        for (Payload& each : encoded.units) {
+          all.insert(all.end(), each.begin(), each.end());
+          each = extended(each);
+        }
+        slots.set(encoded.units, p);
       }
-      for (const auto& each : payloads) slots.push_back(each.slots());
       const std::vector<ConstBytes> views(cpu.begin(), cpu.end());
       Floats expected(n);
       const bool finite = codec_->decode_sum(views, expected.data(), n).finite;
       const DeviceArray<float> y(Floats(n, 7.0F), shift());
-      const DeviceArray<std::uint32_t> flags({0});
-      RUN(api().onebit_sum(slots.data(), static_cast<int>(count), n, block(), y.data(), false,
-                           flags.data(), stream()));
-      std::fill(slots.begin(), slots.end(), Slots{});  // it is the caller's again
+      ASSERT_EQ(decode(slots, static_cast<int>(count), y.data(), n, false),
+                finite ? 0U : kNotFinite);
       ASSERT_TRUE(same(y.values(), expected)) << "kind " << kind;
-      ASSERT_EQ(flags.value(), finite ? 0U : kNotFinite);
     }
 }
 
@@ -247,35 +199,26 @@ TEST_P(CudaOneBit, DecodesAndAddsAsTheCpu) {
         const auto begin = before.begin() + static_cast<std::ptrdiff_t>(u * block());
         const Decoded one =
             decode(encoded.units[u],
-                   Floats(begin, begin + static_cast<std::ptrdiff_t>(length(u, n))), add, true);
+                   Floats(begin, begin + static_cast<std::ptrdiff_t>(length(u, n))), add);
         expected.insert(expected.end(), one.y.begin(), one.y.end());
         finite = finite && one.finite;
       }
-      const auto payload = packed(encoded.units, 1);
-      const Slots slots = payload.slots();
       const DeviceArray<float> y(before, shift());
-      const DeviceArray<std::uint32_t> flags({0});
-      RUN(api().onebit_sum(&slots, 1, n, block(), y.data(), add, flags.data(), stream()));
+      ASSERT_EQ(decode(in_slots(encoded.units), 1, y.data(), n, add), finite ? 0U : kNotFinite);
       ASSERT_TRUE(same(y.values(), expected));
-      ASSERT_EQ(flags.value(), finite ? 0U : kNotFinite);
-      RUN(api().onebit_sum(&slots, 1, n, block(), y.data(), add, nullptr, stream()));
     }
 }
 
 // Each unit stands for itself: what becomes of foreign bytes is what the CPU makes of them.
 class CudaOneBitForeign : public CudaOneBit {
  protected:
-  // All but the last of whole blocks. In slots all bytes of a slot are there.
-  void expect_decoded(std::vector<Payload> units, std::size_t last, bool slotted) {
+  // All but the last of whole blocks; all bytes of a slot are there.
+  void expect_decoded(std::vector<Payload> units, std::size_t last) {
     const std::size_t n = (units.size() - 1) * block() + last;
     const Floats before = draw(kFamilies[0], n, random_);
-    const Payload all = slots_of(units);
-    for (std::size_t u = 0; slotted && u < units.size(); ++u) {
-      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(u * slot());
-      units[u].assign(begin, begin + static_cast<std::ptrdiff_t>(slot()));
-    }
-    const auto payload = slotted ? in_slots(all) : packed(units, random_() % 5);
-    const Slots slots = payload.slots();
+    for (Payload& each : units) each = extended(each);
+    SlotArray slots(units.size(), slot());
+    slots.set(units);
     for (const bool add : {false, true}) {
       Floats expected;
       std::uint32_t least = 0;  // of the flags: what is refused may or may not be finite
@@ -283,16 +226,15 @@ class CudaOneBitForeign : public CudaOneBit {
       for (std::size_t u = 0; u < units.size(); ++u) {
         const auto begin = before.begin() + static_cast<std::ptrdiff_t>(u * block());
         const Floats here(begin, begin + static_cast<std::ptrdiff_t>(length(u, n)));
-        const Decoded one = decode(units[u], here, add, !slotted);
+        const Decoded one = decode(units[u], here, add);
         expected.insert(expected.end(), one.y.begin(), one.y.end());
         any_refused = any_refused || one.refused;
         least |= one.refused ? kRefused : one.finite ? 0U : kNotFinite;
       }
       const DeviceArray<float> y(before, shift());
-      const DeviceArray<std::uint32_t> flags({0});
-      RUN(api().onebit_sum(&slots, 1, n, block(), y.data(), add, flags.data(), stream()));
+      const std::uint32_t found = CudaOneBit::decode(slots, 1, y.data(), n, add);
       ASSERT_TRUE(same(y.values(), expected));
-      ASSERT_EQ(flags.value() & (any_refused ? least : 3U), least);
+      ASSERT_EQ(found & (any_refused ? least : 3U), least);
     }
   }
 
@@ -348,62 +290,42 @@ TEST_P(CudaOneBitForeign, RunsOfAnyLength) {
   std::vector<Payload> units;
   for (std::size_t u = 0; u < 48; ++u) units.push_back(of_runs(block() - std::min(block(), 2 * u)));
   for (std::size_t u = 0; u < 24; ++u) units.push_back(of_runs(block() - u % 8));
-  expect_decoded(units, block(), false);
+  expect_decoded(units, block());
 }
 
 TEST_P(CudaOneBitForeign, RandomBytes) {
-  for (const bool slotted : {false, true}) {
-    std::vector<Payload> units;
-    for (std::size_t u = 0; u < std::min<std::size_t>(40, 60000 / block()); ++u) {
-      units.push_back(draw_bytes(slotted ? slot() : random_() % (slot() + 1), random_));
-      if (u % 3 > 0 && units.back().size() > 8)  // with a mask of either kind
-        units.back()[3] |= std::byte{0x80}, units.back()[7] = std::byte(u % 2 == 0 ? 0x80 : 0);
-    }
-    expect_decoded(units, 1 + random_() % block(), slotted);
+  std::vector<Payload> units;
+  for (std::size_t u = 0; u < std::min<std::size_t>(80, 120000 / block()); ++u) {
+    units.push_back(draw_bytes(slot(), random_));
+    if (u % 3 > 0)  // with a mask of either kind
+      units.back()[3] |= std::byte{0x80}, units.back()[7] = std::byte(u % 2 == 0 ? 0x80 : 0);
   }
+  expect_decoded(units, 1 + random_() % block());
 }
 
 TEST_P(CudaOneBitForeign, AlteredPayloads) {
-  for (const bool slotted : {false, true}) {
-    std::vector<Payload> units;
-    for (std::size_t u = 0; u < std::min<std::size_t>(60, 80000 / block()); ++u)
-      units.push_back(altered());
-    expect_decoded(units, block(), slotted);
-  }
+  std::vector<Payload> units;
+  for (std::size_t u = 0; u < std::min<std::size_t>(120, 160000 / block()); ++u)
+    units.push_back(altered());
+  expect_decoded(units, block());
 }
 
-TEST_P(CudaOneBitForeign, EveryTruncation) {
+TEST_P(CudaOneBitForeign, OtherBytesBehindACut) {
   for (const std::size_t family : {0, 11, 12, 13}) {
     const Payload payload = encode(draw(kFamilies[family], block(), random_), nullptr).units[0];
     std::vector<Payload> units;
     const std::size_t step = 1 + payload.size() * block() / 80000;
     for (std::size_t size = 0; size <= payload.size(); size += step)
       units.emplace_back(payload.begin(), payload.begin() + static_cast<std::ptrdiff_t>(size));
-    units.push_back(payload);
-    units.push_back(payload);
-    units.back().push_back(std::byte{0});
-    expect_decoded(units, block(), false);
+    expect_decoded(units, block());
   }
 }
 
-TEST_P(CudaOneBitForeign, RefusedOffsetsRefuseAll) {
-  const DeviceArray<std::byte> bytes(Payload(100));
-  const DeviceArray<std::uint64_t> offsets(std::vector<std::uint64_t>(3));
-  const DeviceArray<float> y(Floats(2 * block(), 1.0F));
-  const DeviceArray<std::uint32_t> flags({0});
-  const Slots slots{bytes.data(), offsets.data()};
-  RUN(api().onebit_sum(&slots, 1, 2 * block(), block(), y.data(), true, flags.data(), stream()));
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_TRUE(same(y.values(), Floats(2 * block(), nan)));
-  EXPECT_EQ(flags.value(), kRefused);
-}
-
 TEST_P(CudaOneBit, NothingIsEmpty) {
-  const Slots none{};
-  RUN(api().onebit_encode(nullptr, {}, 0, block(), nullptr, nullptr, stream()));
-  RUN(api().onebit_finish(nullptr, {}, 0, block(), nullptr, nullptr, nullptr, 1, nullptr,
-                          stream()));
-  RUN(api().onebit_sum(&none, 1, 0, block(), nullptr, true, nullptr, stream()));
+  const cuda::Run none{};
+  RUN(api().onebit_encode_runs(block(), &none, 1, {}, nullptr, stream()));
+  RUN(api().onebit_decode_runs(block(), &none, 1, {.payloads = {nullptr, 0, 1}}, nullptr,
+                               stream()));
 }
 
 const auto kBlocks = testing::Values(32, 96, 1024, 1056, 2048, 8192);

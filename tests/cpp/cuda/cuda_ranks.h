@@ -11,7 +11,6 @@
 
 #include "exec_ranks.h"
 #include "gradwire/cuda/gpu_communicator.h"
-#include "gradwire/cuda/messages/messages_ipc.h"
 #include "gradwire/cuda/messages/messages_loopback.h"
 #include "simulated_cuda.h"
 
@@ -39,22 +38,6 @@ class DeviceBytes {
   Room room_;
   std::size_t bytes_;
 };
-
-// Messages by mapped memory between ranks that are threads.
-inline std::vector<std::unique_ptr<Messages>> ipc_messages(
-    const Api& api, int size, std::uint64_t one_shot_bytes = IpcMessages::kOneShotBytes) {
-  std::vector<std::unique_ptr<OwnStaging>> own;
-  std::vector<StagingAddress> addresses;
-  for (int r = 0; r < size; ++r) {
-    own.push_back(std::make_unique<OwnStaging>(api, size));
-    addresses.push_back(own.back()->address());
-  }
-  std::vector<std::unique_ptr<Messages>> made;
-  for (int r = 0; r < size; ++r)
-    made.push_back(std::make_unique<IpcMessages>(
-        api, r, std::move(own[static_cast<std::size_t>(r)]), addresses, one_shot_bytes));
-  return made;
-}
 
 class GpuRanks {
  public:

@@ -83,33 +83,6 @@ struct Key {
   RunFeedback run_feedback{{nullptr, nullptr}, key_state.data()};
 };
 
-class SlotArray {
- public:
-  SlotArray(std::size_t units, std::size_t slot_bytes)
-      : slot_bytes_(slot_bytes),
-        bytes_(Payload(units * slot_bytes, std::byte{0xEE}), 0),
-        sizes_(std::vector<std::uint32_t>(units, 0xEEEEEEEE)) {}
-
-  std::byte* data() const { return bytes_.data(); }
-  std::uint32_t* sizes() const { return sizes_.data(); }
-  std::vector<Payload> units() const {
-    const Payload all = bytes_.values();
-    std::vector<Payload> found;
-    for (const std::uint32_t size : sizes_.values()) {
-      const auto first = all.begin() + static_cast<std::ptrdiff_t>(found.size() * slot_bytes_);
-      EXPECT_LE(size, slot_bytes_);
-      found.emplace_back(
-          first, first + std::min<std::ptrdiff_t>(size, static_cast<std::ptrdiff_t>(slot_bytes_)));
-    }
-    return found;
-  }
-
- private:
-  std::size_t slot_bytes_;
-  DeviceArray<std::byte> bytes_;
-  DeviceArray<std::uint32_t> sizes_;
-};
-
 // ---- decode ------------------------------------------------------------------------------------
 
 struct DecodedArray {
@@ -117,61 +90,55 @@ struct DecodedArray {
   std::uint32_t flags;
 };
 
-// What the CPU makes of one unit; kRefused: it throws, or leaves some of it.
+// What the CPU makes of one unit; kRefused: it throws.
 inline DecodedArray decode_on_cpu(const codec::Codec& codec, const Payload& unit, Floats y,
-                                  bool add, bool whole) {
+                                  bool add) {
   const codec::FloatEnvironment environment;
   try {
     const codec::Decoded decoded =
         add ? codec.decode_add(unit, y.data(), y.size()) : codec.decode(unit, y.data(), y.size());
-    if (!whole || decoded.bytes == unit.size()) return {y, decoded.finite ? 0U : kNotFinite};
+    return {y, decoded.finite ? 0U : kNotFinite};
   } catch (const InvalidArgument&) {
   }
   return {Floats(y.size(), NAN), kRefused};
 }
 
-// The device's decoder of a codec.
-using Decode = std::function<Status(Slots, std::uint64_t n, float* y, bool add, std::uint32_t*)>;
-
-// Decodes units without gaps between them, at any place, in memory that ends with them.
-inline DecodedArray decode_packed(const Decode& decode, const std::vector<Payload>& units,
-                                  const Floats& y, bool add) {
-  Payload all(3);
-  std::vector<std::uint64_t> offsets = {all.size()};
-  for (const Payload& unit : units) {
-    all.insert(all.end(), unit.begin(), unit.end());
-    offsets.push_back(all.size());
-  }
-  const DeviceArray<std::byte> bytes(all, 1);
-  const DeviceArray<std::uint64_t> places(offsets);
-  const DeviceArray<float> on_device(y, 3);
-  const DeviceArray<std::uint32_t> flags({0});
-  EXPECT_EQ(decode({bytes.data(), places.data()}, y.size(), on_device.data(), add, flags.data()),
-            0);
-  return {on_device.values(), flags.values()[0]};
-}
+// The device's decoder of a codec, of one run.
+using Decode = std::function<Status(const cuda::Run&, const Decoding&, std::uint32_t* flags)>;
 
 inline DecodedArray decode_slots(const Decode& decode, const SlotArray& slots, const Floats& y,
                                  bool add) {
   const DeviceArray<float> on_device(y, 3);
   const DeviceArray<std::uint32_t> flags({0});
-  EXPECT_EQ(decode({slots.data(), nullptr}, y.size(), on_device.data(), add, flags.data()), 0);
+  const cuda::Run run{.y = on_device.data(), .n = y.size()};
+  EXPECT_EQ(decode(run, {.payloads = slots.payloads(), .adds = add}, flags.data()), 0);
   return {on_device.values(), flags.values()[0]};
 }
 
-// Compares all units with what the CPU decodes of each.
+// Compares all units with what the CPU decodes of each; it finds all bytes of a slot, too.
 inline void expect_decoded(const DecodedArray& actual, const codec::Codec& codec,
                            const std::vector<Payload>& units, const Floats& y, bool add) {
   DecodedArray expected{{}, 0};
   for (std::size_t u = 0; u < units.size(); ++u) {
     const auto first = y.begin() + static_cast<std::ptrdiff_t>(u * kUnit);
     const auto n = static_cast<std::ptrdiff_t>(std::min(kUnit, y.size() - u * kUnit));
-    const DecodedArray one = decode_on_cpu(codec, units[u], Floats(first, first + n), add, true);
+    const DecodedArray one = decode_on_cpu(codec, units[u], Floats(first, first + n), add);
     expected.y.insert(expected.y.end(), one.y.begin(), one.y.end());
     expected.flags |= one.flags;
   }
   EXPECT_EQ(actual.flags, expected.flags);
   EXPECT_TRUE(bits(actual.y) == bits(expected.y));
+}
+
+// Decodes foreign units on both sides. Returns the flags.
+inline std::uint32_t expect_the_cpus(const Decode& decode, const codec::Codec& codec,
+                                     std::vector<Payload> units, const Floats& y, bool add) {
+  SlotArray slots(units.size(), aligned(codec.max_bytes(kUnit)));
+  slots.set(units);
+  for (Payload& each : units) each = slots.padded(each);
+  const DecodedArray decoded = decode_slots(decode, slots, y, add);
+  expect_decoded(decoded, codec, units, y, add);
+  return decoded.flags;
 }
 
 // Payloads as nobody writes them, of n elements each.

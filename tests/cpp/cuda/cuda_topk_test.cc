@@ -26,8 +26,9 @@ Values values_of(const codec::Codec& codec) {
 std::size_t slot_bytes(const codec::Codec& codec) { return aligned(codec.max_bytes(kUnit)); }
 
 Decode decoder(const codec::Codec& codec) {
-  return [&codec](Slots in, std::uint64_t n, float* y, bool add, std::uint32_t* flags) {
-    return api().topk_decode(in, n, slot_bytes(codec), values_of(codec), y, add, flags, stream());
+  return [&codec](const cuda::Run& run, const Decoding& how, std::uint32_t* flags) {
+    return api().topk_decode_runs(slot_bytes(codec), values_of(codec), &run, 1, how, flags,
+                                  stream());
   };
 }
 
@@ -36,10 +37,10 @@ std::size_t units_of(std::size_t n) { return (n + kUnit - 1) / kUnit; }
 void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback,
             std::size_t n, const SlotArray& slots) {
   const DeviceArray<std::byte> scratch(Payload(api().topk_scratch_bytes(units_of(n))), 0);
-  EXPECT_EQ(
-      api().topk_encode(x, run_feedback, n, codec.definition().density, values_of(codec),
-                        slot_bytes(codec), slots.data(), slots.sizes(), scratch.data(), stream()),
-      0);
+  const cuda::Run run{.x = x, .n = n, .run_feedback = run_feedback};
+  EXPECT_EQ(api().topk_encode_runs(codec.definition().density, values_of(codec), slot_bytes(codec),
+                                   &run, 1, {.out = slots.data()}, scratch.data(), stream()),
+            0);
   scratch.values();
 }
 
@@ -130,12 +131,11 @@ TEST(CudaTopK, RefusesWhatTheCpuRefuses) {
     const std::size_t rest = 1 + random() % 2000;
     units.push_back(hostile_units(*codec, 1, rest, random)[0]);
     const Floats y = draw(kFamilies[0], 12 * kUnit + rest, random);
-    for (const bool add : {false, true})
-      expect_decoded(decode_packed(decoder(*codec), units, y, add), *codec, units, y, add);
+    for (const bool add : {false, true}) expect_the_cpus(decoder(*codec), *codec, units, y, add);
   }
 }
 
-TEST(CudaTopK, RefusesEveryTruncation) {
+TEST(CudaTopK, ReadsWhatWasCutOffAsTheCpu) {
   std::mt19937_64 random(6);
   for (const std::size_t n : {std::size_t{1}, std::size_t{300}, std::size_t{2000}})
     for (const char* spec : {kSpecs[0], kSpecs[3], kSpecs[6]}) {
@@ -145,7 +145,7 @@ TEST(CudaTopK, RefusesEveryTruncation) {
       for (std::size_t size = 0; size <= whole.size(); size += 1 + whole.size() / 20) {
         const std::vector<Payload> cut = {
             Payload(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size))};
-        expect_decoded(decode_packed(decoder(*codec), cut, y, true), *codec, cut, y, true);
+        expect_the_cpus(decoder(*codec), *codec, cut, y, true);
       }
     }
 }
@@ -156,8 +156,10 @@ TEST(CudaTopK, ReportsValuesThatAreNotFinite) {
     std::vector<Payload> units = encode_on_cpu(*codec, {1.0F}, {}, nullptr).units;
     units[0].back() = std::byte{0x7F};
     *(units[0].end() - 2) = std::byte{0xFF};
+    SlotArray slots(1, slot_bytes(*codec));
+    slots.set(units);
     for (const bool add : {false, true}) {
-      const DecodedArray decoded = decode_packed(decoder(*codec), units, {0.0F}, add);
+      const DecodedArray decoded = decode_slots(decoder(*codec), slots, {0.0F}, add);
       EXPECT_EQ(decoded.flags, kNotFinite) << spec;
       EXPECT_TRUE(std::isnan(decoded.y[0])) << spec;
     }
@@ -165,10 +167,10 @@ TEST(CudaTopK, ReportsValuesThatAreNotFinite) {
 }
 
 TEST(CudaTopK, OfNothingDoesNothing) {
-  EXPECT_EQ(api().topk_encode(nullptr, {}, 0, 0.1, Values::kFp16, 16, nullptr, nullptr, nullptr,
-                              stream()),
+  EXPECT_EQ(api().topk_encode_runs(0.1, Values::kFp16, 16, nullptr, 0, {}, nullptr, stream()), 0);
+  EXPECT_EQ(api().topk_decode_runs(16, Values::kFp16, nullptr, 0, {.payloads = {nullptr, 0, 1}},
+                                   nullptr, stream()),
             0);
-  EXPECT_EQ(api().topk_decode({}, 0, 16, Values::kFp16, nullptr, false, nullptr, stream()), 0);
   wait_for_device();
 }
 

@@ -254,22 +254,43 @@ std::byte* compute(World& world, const std::vector<CollectiveCall>& calls) {
     copy(0, calls[static_cast<std::size_t>(first.root)].in, bytes);
     return static_cast<std::byte*>(room);
   }
+  const auto fold = [&](const void* addend, int divisor) {
+    auto* const data = static_cast<std::byte*>(room);
+    const gradwire::cuda::FoldRun run{data, data, first.count * blocks, 0};
+    state.api->fold_runs(static_cast<int>(dtype), static_cast<int>(op_of(first.op)), &run, 1,
+                         {static_cast<const std::byte*>(addend), 0, addend == nullptr ? 0 : 1},
+                         divisor, first.stream);
+  };
   for (std::size_t r = 0; r < p; ++r)
     if (gathers || r == 0)
       copy(gathers ? r * bytes : 0, calls[r].in, bytes * blocks);
     else
-      state.api->fold(static_cast<int>(dtype), static_cast<int>(op_of(first.op)), room, calls[r].in,
-                      first.count * blocks, first.stream);
-  if (!gathers && first.op == nccl::kAvg)
-    state.api->average(static_cast<int>(dtype), room, static_cast<int>(p), first.count * blocks,
-                       first.stream);
+      fold(calls[r].in, 1);
+  if (!gathers && first.op == nccl::kAvg) fold(nullptr, static_cast<int>(p));
   return static_cast<std::byte*>(room);
+}
+
+// Block d of rank s becomes block s of rank d.
+void exchange(const std::vector<CollectiveCall>& calls, std::size_t bytes) {
+  for (std::size_t s = 0; s < calls.size(); ++s)
+    for (std::size_t d = 0; d < calls.size(); ++d)
+      state.api->copy(static_cast<std::byte*>(calls[d].out) + s * bytes,
+                      static_cast<const std::byte*>(calls[s].in) + d * bytes, bytes,
+                      CopyKind::kOnDevice, calls.front().stream);
 }
 
 void run(World& world, const std::vector<CollectiveCall>& calls) {
   const CollectiveCall& first = calls.front();
   const std::size_t bytes = first.count * gradwire::size_of(dtype_of(first.type));
   for (const CollectiveCall& each : calls) order(*first.comm, each.stream, first.stream);
+  if (first.kind == Collective::kAllToAll) {
+    exchange(calls, bytes);
+    for (const CollectiveCall& each : calls) {
+      order(*first.comm, first.stream, each.stream);
+      --each.comm->unmatched;
+    }
+    return;
+  }
   const std::byte* const result = compute(world, calls);
   for (std::size_t r = 0; r < calls.size(); ++r) {
     const bool scatters = first.kind == Collective::kReduceScatter;
@@ -533,6 +554,10 @@ nccl::Result ncclReduceScatter(const void* in, void* out, std::size_t count, ncc
 nccl::Result ncclAllGather(const void* in, void* out, std::size_t count, nccl::DataType type,
                            nccl::Comm* comm, Stream stream) {
   return add("ncclAllGather", {Collective::kAllGather, comm, in, out, count, type, {}, 0, stream});
+}
+nccl::Result ncclAlltoAll(const void* in, void* out, std::size_t count, nccl::DataType type,
+                          nccl::Comm* comm, Stream stream) {
+  return add("ncclAlltoAll", {Collective::kAllToAll, comm, in, out, count, type, {}, 0, stream});
 }
 nccl::Result ncclBroadcast(const void* in, void* out, std::size_t count, nccl::DataType type,
                            int root, nccl::Comm* comm, Stream stream) {

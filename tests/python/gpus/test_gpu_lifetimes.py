@@ -244,13 +244,6 @@ def test_links_where_all_ranks_have_what_they_need() -> None:
     assert _choose_links(_infos("ab", "00")) == "host"
     assert _choose_links(_infos("ab", "01", nccl="")) == "host"
     assert _choose_links(_infos("a", "0", requested="host")) == "host"
-    assert _choose_links(_infos("ab", "00", requested="ipc")) == "ipc"
-    assert _choose_links(_infos("ab", "00", requested="ipc+host", hosts="xy")) == "ipc+host"
-
-
-def test_mapped_memory_is_for_one_host() -> None:
-    with pytest.raises(InvalidArgument, match="these are of 2"):
-        _choose_links(_infos("ab", "01", requested="ipc", hosts="xy"))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +251,6 @@ def test_mapped_memory_is_for_one_host() -> None:
     [
         _infos("abb", "012", requested="host"),
         _infos("aab", "012", requested="nccl+host"),
-        _infos("aab", "012", requested="ipc+host"),
         _infos("aa", "01", requested="host"),
         _infos("abcb", "0120"),
         _infos("abb", "012", nccl=""),

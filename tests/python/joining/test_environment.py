@@ -37,7 +37,7 @@ WRONG = {
     "GRADWIRE_STALL_SECONDS": ["nan", "-3", "inf"],
     "GRADWIRE_MODEL": ["/dev/zero"],
     "GRADWIRE_CUDA_SO": ["/dev/zero"],
-    "GRADWIRE_GPU_LINKS": ["nan", "ipc+nccl"],
+    "GRADWIRE_GPU_LINKS": ["nan", "host+nccl"],
     "GRADWIRE_NCCL_SO": ["/dev/zero"],
     "GRADWIRE_NCCL_BLOCKING": ["nan", "-3"],
     "GRADWIRE_TRACE": ["/dev/zero"],

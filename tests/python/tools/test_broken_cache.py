@@ -104,7 +104,7 @@ def test_a_user_without_a_home(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert _model.find(HOSTS)[1] == "built-in values"
         assert _model.find(HOSTS)[1] == "built-in values"
-        assert _model.find_for_gpus(HOSTS, "ipc") is None
+        assert _model.find_for_gpus(HOSTS, "nccl") is None
     assert [each.getMessage().count("HOME is not set") for each in caplog.records] == [1]
     (told,) = doctor._cost_models()
     assert told.ok is False

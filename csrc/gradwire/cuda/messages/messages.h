@@ -4,10 +4,9 @@
 // have arrived, and its memory is free again. Several messages of a group between the same two
 // ranks match in their order.
 //
-// There are four implementations: NCCL (messages_nccl.h), virtual ranks in one process
-// (messages_loopback.h), the CPU transports (messages_host.h) and memory that ranks map
-// (messages_ipc.h); messages_routed.h combines several. One thread at a time uses it; any thread
-// may call abort().
+// There are three implementations: NCCL (messages_nccl.h), virtual ranks in one process
+// (messages_loopback.h) and the CPU transports (messages_host.h); messages_routed.h combines
+// several. One thread at a time uses it; any thread may call abort().
 #pragma once
 
 #include <atomic>
@@ -32,13 +31,6 @@ struct Slotted {
 
   std::size_t table_bytes() const noexcept { return aligned(sizeof(std::uint32_t) * units); }
   std::size_t bytes() const noexcept { return table_bytes() + units * slot_bytes; }
-};
-
-// What an all_reduce computes.
-struct Sum {
-  DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;
-  int divisor = 1;  // of the results: 1, or the number of ranks
 };
 
 class Messages {
@@ -66,18 +58,6 @@ class Messages {
     throw InvalidArgument("these messages between GPUs have no collectives of their own");
   }
 
-  // Returns whether there is an all_reduce of one kernel, with the additions of the schedule
-  // `direct`, which reduce() enqueues outside of groups, as end() enqueues a group. All ranks give
-  // the same runs, but for their addresses.
-  virtual bool has_reduce() const noexcept { return false; }
-  virtual void reduce(std::span<const SummedRun> /*runs*/, const Sum& /*sum*/, Stream /*stream*/) {
-    throw InvalidArgument("these messages between GPUs have no all_reduce of one kernel");
-  }
-
-  // Returns the staging that codecs' all_reduces of one kernel may use, in the order of reduce()
-  // and of groups; null if there is none.
-  virtual const Staging* staging() const noexcept { return nullptr; }
-
   // Throws if enqueued messages have failed.
   virtual void check() = 0;
   // Makes enqueued work end, whatever the peers do. Later calls throw Aborted.
@@ -86,12 +66,6 @@ class Messages {
   // Called before destruction: waits a limited time for enqueued work. Returns false where
   // something may still refer to this object, so that it must not be destroyed.
   virtual bool rest() noexcept { return true; }
-
-  // Returns whether devices read memory of other ranks, which must stay until they have.
-  virtual bool shares_memory() const noexcept { return false; }
-  // Says that the devices of all ranks are through with all messages, and that there will be no
-  // more: memory that ranks share is free. Called before destruction, if at all.
-  virtual void part() noexcept {}
 
   // Says that other Messages carry parts of the same rounds (messages_routed.h). Where these fail,
   // what is enqueued goes on only after abort(), or some seconds, so that the others can be aborted

@@ -50,14 +50,6 @@ bool RoutedMessages::rest() noexcept {
   return all;
 }
 
-bool RoutedMessages::shares_memory() const noexcept {
-  return std::ranges::any_of(ways_, [](const auto& each) { return each->shares_memory(); });
-}
-
-void RoutedMessages::part() noexcept {
-  for (const auto& each : ways_) each->part();
-}
-
 void RoutedMessages::tell_losses(std::uint32_t* word) {
   for (const auto& each : ways_) each->tell_losses(word);
 }

@@ -1,5 +1,5 @@
 // Messages over several transports: each peer has a route, which is one of the transports and the
-// peer's rank there. So NCCL, or mapped memory, within a host and the CPU transports between hosts
+// peer's rank there. So NCCL within a host and the CPU transports between hosts
 // act as one.
 #pragma once
 
@@ -33,8 +33,6 @@ class RoutedMessages final : public Messages {
   void check() override;
   void abort() noexcept override;
   bool rest() noexcept override;
-  bool shares_memory() const noexcept override;
-  void part() noexcept override;
   void tell_losses(std::uint32_t* word) override;
 
  private:

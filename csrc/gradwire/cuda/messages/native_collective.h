@@ -11,8 +11,9 @@ namespace gradwire::cuda {
 
 // At rank r of p, with `count` elements: all_reduce, broadcast, reduce: input and output have so
 // many; reduce_scatter: the input has p blocks of so many, one after the other, and the output is
-// block r; all_gather: the other way round. Input and output may be the same memory, where that is
-// block r of the longer one.
+// block r; all_gather: the other way round; all_to_all: both have p blocks, and block s of the
+// output comes from rank s. Input and output may be the same memory, where that is block r of the
+// longer one; not those of an all_to_all.
 struct NativeCollective {
   Collective collective = Collective::kAllReduce;
   DType dtype = DType::kFloat32;

@@ -74,6 +74,10 @@ class Resolver {
                             "): gradwire needs its " + name + kRemedy);
     function = reinterpret_cast<Function>(found);
   }
+  template <typename Function>
+  void find_optional(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(::dlsym(handle_, name));
+  }
 
  private:
   void* handle_;
@@ -117,6 +121,7 @@ Nccl resolve(const Opened& opened) {
   resolver.find(n.all_gather, "ncclAllGather");
   resolver.find(n.broadcast, "ncclBroadcast");
   resolver.find(n.reduce, "ncclReduce");
+  resolver.find_optional(n.all_to_all, "ncclAlltoAll");
   resolver.find(n.get_error_string, "ncclGetErrorString");
   resolver.find(n.get_last_error, "ncclGetLastError");
   return n;

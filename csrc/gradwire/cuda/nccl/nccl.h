@@ -56,6 +56,9 @@ struct Nccl {
                             int root, nccl::Comm* comm, Stream stream);
   nccl::Result (*reduce)(const void* in, void* out, std::size_t count, nccl::DataType type,
                          nccl::RedOp op, int root, nccl::Comm* comm, Stream stream);
+  // Since 2.28; null where it is missing.
+  nccl::Result (*all_to_all)(const void* in, void* out, std::size_t count, nccl::DataType type,
+                             nccl::Comm* comm, Stream stream);
   const char* (*get_error_string)(nccl::Result result);
   const char* (*get_last_error)(nccl::Comm* comm);
 };

@@ -102,13 +102,32 @@ nccl::RedOp nccl_op(ReduceOp op) {
   }
 }
 
-nccl::Result post_one(const Nccl& nccl, const NcclComm::Message& m, nccl::Comm* comm,
+bool is_posted(nccl::Result result) {
+  return result == nccl::kSuccess || result == nccl::kInProgress;
+}
+
+nccl::Result post_one(const Nccl& nccl, const NcclComm::Message& m, int /*size*/, nccl::Comm* comm,
                       Stream stream) {
   return m.to == nullptr ? nccl.send(m.from, m.bytes, nccl::kUint8, m.peer, comm, stream)
                          : nccl.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm, stream);
 }
 
-nccl::Result post_one(const Nccl& nccl, const NativeCollective& c, nccl::Comm* comm,
+// The same of a library that has no ncclAlltoAll, in whose group this is.
+nccl::Result post_all_to_all(const Nccl& nccl, const NativeCollective& c, int size,
+                             nccl::Comm* comm, Stream stream) {
+  const std::size_t bytes = c.count * size_of(c.dtype);
+  for (Rank peer = 0; peer < size; ++peer) {
+    const std::size_t at = static_cast<std::size_t>(peer) * bytes;
+    for (const NcclComm::Message& each : {NcclComm::Message{c.input + at, nullptr, bytes, peer},
+                                          NcclComm::Message{nullptr, c.output + at, bytes, peer}}) {
+      const nccl::Result result = post_one(nccl, each, size, comm, stream);
+      if (!is_posted(result)) return result;
+    }
+  }
+  return nccl::kSuccess;
+}
+
+nccl::Result post_one(const Nccl& nccl, const NativeCollective& c, int size, nccl::Comm* comm,
                       Stream stream) {
   const nccl::DataType type = nccl_type(c.dtype);
   const nccl::RedOp op = nccl_op(c.op);
@@ -119,6 +138,10 @@ nccl::Result post_one(const Nccl& nccl, const NativeCollective& c, nccl::Comm* c
       return nccl.reduce_scatter(c.input, c.output, c.count, type, op, comm, stream);
     case Collective::kAllGather:
       return nccl.all_gather(c.input, c.output, c.count, type, comm, stream);
+    case Collective::kAllToAll:
+      return nccl.all_to_all == nullptr
+                 ? post_all_to_all(nccl, c, size, comm, stream)
+                 : nccl.all_to_all(c.input, c.output, c.count, type, comm, stream);
     case Collective::kBroadcast:
       return nccl.broadcast(c.input, c.output, c.count, type, c.root, comm, stream);
     case Collective::kReduce:
@@ -131,16 +154,16 @@ nccl::Result post_one(const Nccl& nccl, const NativeCollective& c, nccl::Comm* c
 // Posts messages or collectives as one group. ncclGroupEnd must be called even after an error, and
 // returns the error of a call in the group.
 template <typename Item>
-nccl::Result post_group(const Nccl& nccl, std::span<const Item> group, nccl::Comm* comm,
+nccl::Result post_group(const Nccl& nccl, std::span<const Item> group, int size, nccl::Comm* comm,
                         Stream stream) {
   nccl::Result result = nccl.group_start();
   if (result != nccl::kSuccess) return result;
   for (const Item& each : group) {
-    result = post_one(nccl, each, comm, stream);
-    if (result != nccl::kSuccess && result != nccl::kInProgress) break;
+    result = post_one(nccl, each, size, comm, stream);
+    if (!is_posted(result)) break;
   }
   const nccl::Result ended = nccl.group_end();
-  return result == nccl::kSuccess || result == nccl::kInProgress ? ended : result;
+  return is_posted(result) ? ended : result;
 }
 
 std::string ranks_of(std::span<const NcclComm::Message> messages) {
@@ -157,7 +180,9 @@ NcclComm::NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSetting
     : nccl_(nccl),
       settings_(settings),
       forks_(forks()),
-      thread_(settings.blocking ? std::make_unique<CallThread>() : nullptr) {
+      // The rounds of a call follow each other closely.
+      thread_(settings.blocking ? std::make_unique<CallThread>("NCCL", microseconds(100))
+                                : nullptr) {
   if (!settings_.blocking) require_not_blocking();
   or_abort([&] { connect(id); });
 }
@@ -213,12 +238,13 @@ template <typename Item>
 void NcclComm::post(std::span<const Item> group, Stream stream, const Waiting& waiting) {
   or_abort([&] {
     if (thread_ == nullptr)
-      return make([&](nccl::Comm* comm) { return post_group(nccl_, group, comm, stream); }, waiting,
-                  settings_.interrupt);
+      return make(
+          [&](nccl::Comm* comm) { return post_group(nccl_, group, settings_.size, comm, stream); },
+          waiting, settings_.interrupt);
     make(
         [&nccl = nccl_, items = std::vector<Item>(group.begin(), group.end()),
-         stream](nccl::Comm* comm) {
-          return post_group(nccl, std::span<const Item>(items), comm, stream);
+         size = settings_.size, stream](nccl::Comm* comm) {
+          return post_group(nccl, std::span<const Item>(items), size, comm, stream);
         },
         waiting, settings_.interrupt);
   });

@@ -12,8 +12,8 @@
 #include <string>
 
 #include "gradwire/base/deadline.h"
+#include "gradwire/cuda/call_thread.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
-#include "gradwire/cuda/nccl/call_thread.h"
 
 namespace gradwire::cuda {
 

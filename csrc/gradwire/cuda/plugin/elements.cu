@@ -52,11 +52,6 @@ Status deliver_runs(const Run* runs, int count, Stream stream) {
       });
 }
 
-Status deliver(RunFeedback run_feedback, float* y, std::uint64_t n, Stream stream) {
-  const Run run{.x = y, .y = y, .n = n, .run_feedback = run_feedback};
-  return deliver_runs(&run, 1, stream);
-}
-
 // ---- Values that are not finite ----------------------------------------------------------------
 
 constexpr unsigned kOfWarp = 1024;  // elements that a warp checks at once
@@ -113,11 +108,6 @@ Status mark_runs(const Run* runs, int count, std::uint64_t unit, std::uint32_t* 
                         stream, of);
         return launch(mark_kernel<false>, batch.tiles(), kThreads, stream, of);
       });
-}
-
-Status mark(float* y, std::uint64_t n, std::uint64_t unit, std::uint32_t* flags, Stream stream) {
-  const Run run{.y = y, .n = n};
-  return mark_runs(&run, 1, unit, flags, stream);
 }
 
 // `more` is volatile: the host may have written it after this GPU last read it.
@@ -275,8 +265,6 @@ Status clear_sent(const Run* runs, int count, Stream stream) {
 }  // namespace
 
 void fill_elements(Api& api) {
-  api.deliver = deliver;
-  api.mark = mark;
   api.deliver_runs = deliver_runs;
   api.mark_runs = mark_runs;
   api.add_flags = add_flags;

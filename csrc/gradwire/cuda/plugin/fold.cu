@@ -14,7 +14,7 @@ struct Folded {
   Batch<FoldRun> runs;
   ReduceOp op;
   const std::byte* addends;  // the first message
-  std::ptrdiff_t stride;     // bytes between the messages
+  std::int64_t stride;       // bytes between the messages
   int count;                 // of messages
   bool scales;
   double factor;
@@ -49,7 +49,7 @@ __device__ void fold_tile(const Folded& of, const FoldRun& run, std::uint64_t ti
 __host__ __device__ inline bool is_wide(const Folded& of, const FoldRun& run) {
   return all_aligned(run.x, run.y) &&
          (of.count == 0 || (is_aligned(of.addends + run.addend) &&
-                            of.stride % static_cast<std::ptrdiff_t>(kVector) == 0));
+                            of.stride % static_cast<std::int64_t>(kVector) == 0));
 }
 
 template <typename Kind>
@@ -108,7 +108,7 @@ Folded folded(int op, const Payloads& addends, int divisor) {
   return {{},
           static_cast<ReduceOp>(op),
           addends.first,
-          static_cast<std::ptrdiff_t>(addends.stride),
+          addends.stride,
           addends.count,
           divisor != 1,
           1.0 / divisor};
@@ -116,20 +116,8 @@ Folded folded(int op, const Payloads& addends, int divisor) {
 
 Status fold_runs(int dtype, int op, const FoldRun* runs, int count, Payloads addends, int divisor,
                  Stream stream) {
-  if (addends.count < 0 || divisor < 1) return cudaErrorInvalidValue;
+  if (addends.count < 0 || addends.jump != 0 || divisor < 1) return cudaErrorInvalidValue;
   return start_any(static_cast<DType>(dtype), folded(op, addends, divisor), {runs, count}, stream);
-}
-
-Status fold_all(int dtype, int op, const void* x, std::uint64_t stride, int count, void* y,
-                int divisor, std::uint64_t n, Stream stream) {
-  const auto* const from = static_cast<const std::byte*>(x);
-  const FoldRun run{from, static_cast<std::byte*>(y), n, 0};
-  return fold_runs(dtype, op, &run, 1, {from + stride, stride, count - 1}, divisor, stream);
-}
-
-Status fold(int dtype, int op, void* acc, const void* x, std::uint64_t n, Stream stream) {
-  const FoldRun run{static_cast<std::byte*>(acc), static_cast<std::byte*>(acc), n, 0};
-  return fold_runs(dtype, op, &run, 1, {static_cast<const std::byte*>(x), 0, 1}, 1, stream);
 }
 
 struct WideFolded {
@@ -200,17 +188,6 @@ Status fold_wide_runs(int dtype, int op, const WideRun* runs, int count, const s
       });
 }
 
-Status fold_wide(int dtype, int op, const void* own, float* sum, const void* x, void* y,
-                 int divisor, std::uint64_t n, Stream stream) {
-  const WideRun run{static_cast<const std::byte*>(own), sum, static_cast<std::byte*>(y), n, 0};
-  return fold_wide_runs(dtype, op, &run, 1, static_cast<const std::byte*>(x), divisor, stream);
-}
-
-Status average(int dtype, void* x, int divisor, std::uint64_t n, Stream stream) {
-  const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
-  return fold_runs(dtype, static_cast<int>(ReduceOp::kSum), &run, 1, {}, divisor, stream);
-}
-
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
   const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
   return start_any(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor},
@@ -220,12 +197,8 @@ Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) 
 }  // namespace
 
 void fill_fold(Api& api) {
-  api.fold = fold;
-  api.fold_all = fold_all;
-  api.fold_wide = fold_wide;
   api.fold_runs = fold_runs;
   api.fold_wide_runs = fold_wide_runs;
-  api.average = average;
   api.scale = scale;
 }
 

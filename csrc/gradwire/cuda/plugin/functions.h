@@ -9,7 +9,6 @@ void fill_runtime(Api& api);
 void fill_fold(Api& api);
 void fill_elements(Api& api);
 void fill_cast(Api& api);
-void fill_slots(Api& api);
 void fill_int8(Api& api);
 void fill_onebit(Api& api);
 void fill_onebit_sum(Api& api);
@@ -18,10 +17,5 @@ void fill_factors(Api& api);
 void fill_orthonormalise(Api& api);
 void fill_threshold(Api& api);
 void fill_topk(Api& api);
-void fill_exchange(Api& api);
-void fill_reduce(Api& api);
-void fill_cast_reduce(Api& api);
-void fill_int8_reduce(Api& api);
-void fill_onebit_reduce(Api& api);
 
 }  // namespace gradwire::cuda

@@ -51,21 +51,6 @@ Status launch(void (*kernel)(Parameters...), std::uint64_t blocks, unsigned thre
 #endif
 }
 
-// Enqueues a kernel whose blocks wait for those of other kernels: they must all fit on the device
-// at once, so there may be only few.
-template <typename... Parameters, typename... Arguments>
-Status launch_waiting(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
-                      Stream stream, Arguments... arguments) {
-#ifdef GRADWIRE_SIMULATED_CUDA
-  return simulated::launch_waiting(stream, blocks, threads, [=] { kernel(arguments...); });
-#else
-  // clang-format off
-  kernel<<<blocks, threads, 0, stream>>>(arguments...);
-  // clang-format on
-  return static_cast<Status>(cudaGetLastError());
-#endif
-}
-
 constexpr std::uint64_t blocks_for(std::uint64_t n, std::uint64_t each) {
   return (n + each - 1) / each;
 }

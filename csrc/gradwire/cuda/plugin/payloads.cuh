@@ -10,31 +10,12 @@ struct NoPayloads {
   __device__ static int count() { return 0; }
   __device__ static const std::byte* at(int) { return nullptr; }
 };
-struct OnePayload {
-  static constexpr bool kAny = true;
-  const std::byte* payload;
-  __device__ static int count() { return 1; }
-  __device__ const std::byte* at(int) const { return payload; }
-};
 // A unit's payloads in messages of one layout.
 struct StridedPayloads {
   static constexpr bool kAny = true;
-  const std::byte* first;
-  std::uint64_t stride;
-  int messages;
-  __device__ int count() const { return messages; }
-  __device__ const std::byte* at(int j) const {
-    return first + static_cast<std::uint64_t>(j) * stride;
-  }
+  const std::byte* first;  // the unit's in the first message
+  const Payloads& messages;
+  __device__ int count() const { return messages.count; }
+  __device__ const std::byte* at(int j) const { return first + messages.offset(j); }
 };
-// What lies so many bytes behind the beginning of each payload.
-template <typename Payloads>
-struct Shifted {
-  static constexpr bool kAny = Payloads::kAny;
-  const Payloads& payloads;
-  std::uint64_t bytes;
-  __device__ int count() const { return payloads.count(); }
-  __device__ const std::byte* at(int j) const { return payloads.at(j) + bytes; }
-};
-
 }  // namespace gradwire::cuda

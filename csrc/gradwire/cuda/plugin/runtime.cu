@@ -111,7 +111,6 @@ Status capture_of(Stream stream, std::uint64_t* capture) {
 Status create_event(Event* event) {
   return said(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
-Status create_timing_event(Event* event) { return said(cudaEventCreate(event)); }
 Status destroy_event(Event event) { return said(cudaEventDestroy(event)); }
 Status record(Event event, Stream stream) { return said(cudaEventRecord(event, stream)); }
 Status wait(Stream stream, Event event) { return said(cudaStreamWaitEvent(stream, event, 0)); }
@@ -130,10 +129,6 @@ Status query(Event event, int* done) {
   return said(error);
 }
 
-Status elapsed(Event from, Event to, float* milliseconds) {
-  return said(cudaEventElapsedTime(milliseconds, from, to));
-}
-
 Status copy(void* to, const void* from, std::size_t bytes, CopyKind kind, Stream stream) {
   return bytes == 0 ? 0 : said(cudaMemcpyAsync(to, from, bytes, kind_of(kind), stream));
 }
@@ -142,30 +137,6 @@ Status fill(void* to, int byte, std::size_t bytes, Stream stream) {
 }
 Status call_host(Stream stream, void (*function)(void*), void* argument) {
   return said(cudaLaunchHostFunc(stream, function, argument));
-}
-
-static_assert(sizeof(MemoryHandle) == sizeof(cudaIpcMemHandle_t));
-
-Status export_memory(void* address, MemoryHandle* handle) {
-  return said(cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(handle), address));
-}
-Status import_memory(const MemoryHandle* handle, void** address) {
-  cudaIpcMemHandle_t its;
-  std::memcpy(&its, handle, sizeof its);
-  return said(cudaIpcOpenMemHandle(address, its, cudaIpcMemLazyEnablePeerAccess));
-}
-Status close_memory(void* address) { return said(cudaIpcCloseMemHandle(address)); }
-
-Status use_peer(int device) {
-  int own = 0, can = 0;
-  if (const cudaError_t error = cudaGetDevice(&own); error != cudaSuccess) return said(error);
-  if (own == device) return 0;
-  const cudaError_t asked = cudaDeviceCanAccessPeer(&can, own, device);
-  if (asked != cudaSuccess || can == 0)
-    return said(asked != cudaSuccess ? asked : cudaErrorNotSupported);
-  const cudaError_t error = cudaDeviceEnablePeerAccess(device, 0);
-  const Status status = said(error);
-  return error == cudaErrorPeerAccessAlreadyEnabled ? 0 : status;
 }
 
 }  // namespace
@@ -190,19 +161,13 @@ void fill_runtime(Api& api) {
   api.relax_captures = relax_captures;
   api.capture_of = capture_of;
   api.create_event = create_event;
-  api.create_timing_event = create_timing_event;
   api.destroy_event = destroy_event;
   api.record = record;
   api.wait = wait;
   api.query = query;
-  api.elapsed = elapsed;
   api.copy = copy;
   api.fill = fill;
   api.call_host = call_host;
-  api.export_memory = export_memory;
-  api.import_memory = import_memory;
-  api.close_memory = close_memory;
-  api.use_peer = use_peer;
 }
 
 }  // namespace gradwire::cuda

@@ -12,7 +12,6 @@ Api make_table() {
   fill_fold(api);
   fill_elements(api);
   fill_cast(api);
-  fill_slots(api);
   fill_int8(api);
   fill_onebit(api);
   fill_onebit_sum(api);
@@ -21,11 +20,6 @@ Api make_table() {
   fill_orthonormalise(api);
   fill_threshold(api);
   fill_topk(api);
-  fill_exchange(api);
-  fill_reduce(api);
-  fill_cast_reduce(api);
-  fill_int8_reduce(api);
-  fill_onebit_reduce(api);
   return api;
 }
 

@@ -26,15 +26,14 @@ struct CastStage {
   Batch<CastRun> runs;
   CastScale scale;
   float factor;
-  std::uint64_t stride;  // bytes between the messages
-  int received;
+  Payloads received;
   bool adds;  // decoders: to y
   std::uint32_t* flags;
 };
 
 __device__ const std::uint16_t* payload(const CastRun& run, const CastStage& of, int message) {
   return reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const std::byte*>(run.in) +
-                                                static_cast<std::uint64_t>(message) * of.stride);
+                                                of.received.offset(message));
 }
 
 // ---- Encoding ----------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ __device__ bool add_received(const CastStage& of, const CastRun& run, std::uint6
                              float (&v)[kCount], int first = 0) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
   bool finite = true;
-  for (int j = first; j < of.received; ++j) {
+  for (int j = first; j < of.received.count; ++j) {
     std::uint16_t h[kCount];
     share.load(payload(run, of, j) + begin, run.n - begin, h);
     const bool good = add_values<Half>(of.scale, h, v);
@@ -104,8 +103,7 @@ CastStage stage_of(Cast cast, float scale, const Payloads& in, std::uint32_t* fl
   CastStage of{};
   of.scale = CastScale::of(cast, scale);
   of.factor = 1;
-  of.stride = in.stride;
-  of.received = in.count;
+  of.received = in;
   of.flags = flags;
   return of;
 }
@@ -137,12 +135,6 @@ Status cast_encode_runs(Cast cast, float scale, const Run* runs, int count, cons
         return cast == Cast::kFp16 ? start_encode<Fp16>(of, stream)
                                    : start_encode<Bf16>(of, stream);
       });
-}
-
-Status cast_encode(Cast cast, const float* x, RunFeedback run_feedback, float scale, std::byte* out,
-                   std::uint64_t n, Stream stream) {
-  const Run run{.x = x, .n = n, .run_feedback = run_feedback};
-  return cast_encode_runs(cast, scale, &run, 1, {.out = out}, nullptr, stream);
 }
 
 // ---- Decoding ----------------------------------------------------------------------------------
@@ -203,18 +195,9 @@ Status cast_decode_runs(Cast cast, float scale, const Run* runs, int count, cons
       });
 }
 
-Status cast_decode(Cast cast, const std::byte* in, float scale, float* y, std::uint64_t n, bool add,
-                   std::uint32_t* flags, Stream stream) {
-  const Run run{.y = y, .n = n};
-  return cast_decode_runs(cast, scale, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
-                          stream);
-}
-
 }  // namespace
 
 void fill_cast(Api& api) {
-  api.cast_encode = cast_encode;
-  api.cast_decode = cast_decode;
   api.cast_encode_runs = cast_encode_runs;
   api.cast_decode_runs = cast_decode_runs;
 }

@@ -27,8 +27,7 @@ struct Int8Stage {
   Batch<Int8Run> runs;
   std::uint64_t block, segments;  // segments: of a block
   float factor;
-  std::uint64_t stride;  // bytes between the messages
-  int received;
+  Payloads received;
   bool adds;  // decoders: to y
   std::uint32_t* flags;
 };
@@ -44,8 +43,7 @@ __device__ void encode_block(const Int8Stage& of, const Int8Run& run, std::uint6
       run_key(rounding.seed, run.call, kFeedsBack ? run.run_feedback.key_state->calls : 0);
   const std::uint64_t first = unit * of.block, left = run.n - first;
   const std::uint64_t payload = unit * payload_bytes(of.block);
-  const StridedPayloads received{of.received == 0 ? nullptr : run.in + payload, of.stride,
-                                 of.received};
+  const StridedPayloads received{of.received.count == 0 ? nullptr : run.in + payload, of.received};
   const Block<kFeedsBack, kWide, Team, StridedPayloads> here{
       run.x + first,
       kFeedsBack ? feedback.before + first : nullptr,
@@ -91,8 +89,7 @@ Int8Stage stage_of(std::uint64_t block, const Payloads& in, float factor, std::u
   of.block = block;
   of.segments = blocks_for(block, kSegment);
   of.factor = factor;
-  of.stride = in.stride;
-  of.received = in.count;
+  of.received = in;
   of.flags = flags;
   return of;
 }
@@ -120,16 +117,6 @@ Status int8_encode_runs(std::uint64_t block, Int8Rounding rounding, const Run* r
       });
 }
 
-Status int8_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
-                   Int8Rounding rounding, std::byte* out, Stream stream) {
-  const Run run{.x = x,
-                .n = n,
-                .run_feedback = run_feedback,
-                .call = rounding.call,
-                .element = rounding.element};
-  return int8_encode_runs(block, rounding, &run, 1, {.out = out}, nullptr, stream);
-}
-
 // ---- Decoding, by segments, since a value needs no more than its block's scale ------------------
 
 __global__ void __launch_bounds__(kThreads) decode(const __grid_constant__ Int8Stage of) {
@@ -142,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) decode(const __grid_constant__ Int8S
     const std::uint64_t left = run.n - unit * of.block;
     const std::uint64_t length = left < of.block ? left : of.block;
     if (inside >= length) continue;
-    const StridedPayloads received{run.in + unit * payload_bytes(of.block), of.stride, of.received};
+    const StridedPayloads received{run.in + unit * payload_bytes(of.block), of.received};
     float* const y = run.y + unit * of.block + inside;
     if (is_aligned(run.y))
       decode_segment<4>(received, inside, length - inside, of.adds, of.factor, of.flags, y);
@@ -167,17 +154,9 @@ Status int8_decode_runs(std::uint64_t block, const Run* runs, int count, const D
       });
 }
 
-Status int8_decode(const std::byte* in, std::uint64_t n, std::uint64_t block, float* y, bool add,
-                   std::uint32_t* flags, Stream stream) {
-  const Run run{.y = y, .n = n};
-  return int8_decode_runs(block, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
-}
-
 }  // namespace
 
 void fill_int8(Api& api) {
-  api.int8_encode = int8_encode;
-  api.int8_decode = int8_decode;
   api.int8_encode_runs = int8_encode_runs;
   api.int8_decode_runs = int8_decode_runs;
 }

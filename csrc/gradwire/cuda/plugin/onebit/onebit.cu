@@ -14,19 +14,18 @@ using namespace onebit;
 struct OneBitRun {
   const float* x;
   RunFeedback run_feedback;
-  const std::byte* in;   // the slots
-  std::byte* out;        // likewise
-  std::uint32_t* sizes;  // may be null
-  float* y;              // null: not written
+  const std::byte* in;  // the slots
+  std::byte* out;       // likewise
+  std::uint32_t* sizes;
+  float* y;  // null: not written
   std::uint64_t n;
 };
 
 struct Encoder {
   Batch<OneBitRun> runs;
   std::uint64_t block, slot_bytes;
-  float factor;          // of y
-  std::uint64_t stride;  // bytes between the messages
-  int received;
+  float factor;  // of y
+  Payloads received;
   std::uint32_t* flags;
 };
 
@@ -72,7 +71,7 @@ __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
     const std::uint64_t unit = tile - of.runs.first[r];
     if constexpr (kAdds) {
       __shared__ GroupRoom<kAlone> groups[kAlone ? kAloneWarps : 1];
-      const StridedPayloads received{run.in + unit * of.slot_bytes, of.stride, of.received};
+      const StridedPayloads received{run.in + unit * of.slot_bytes, of.received};
       encode_block<kFeedsBack, kFinishes, kAlone>(of, run, unit, received, bits[place],
                                                   groups + place);
     } else {
@@ -94,21 +93,31 @@ Status start(const Encoder& of, Stream stream) {
 
 template <bool kFeedsBack>
 Status start(const Encoder& of, bool finishes, Stream stream) {
-  if (of.received > 0)
+  if (of.received.count > 0)
     return finishes ? start<kFeedsBack, true, true>(of, stream)
                     : start<kFeedsBack, false, true>(of, stream);
   return finishes ? start<kFeedsBack, true, false>(of, stream)
                   : start<kFeedsBack, false, false>(of, stream);
 }
 
-template <typename Given, typename Make>
-Status encode_all(std::uint64_t block, const Given* runs, int count, const Encoding& how,
-                  std::uint32_t* flags, Stream stream, Make make) {
+Status onebit_encode_runs(std::uint64_t block, const Run* runs, int count, const Encoding& how,
+                          std::uint32_t* flags, Stream stream) {
   if (block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  Encoder of{{},   block, slot_bytes(block), how.factor, how.received.stride, how.received.count,
-             flags};
+  Encoder of{{}, block, slot_bytes(block), how.factor, how.received, flags};
   return in_batches(
-      runs, count, make, [block](const Given& run) { return blocks_for(run.n, block); },
+      runs, count,
+      [&](const Run& run) {
+        const std::uint64_t table = table_bytes(run.n, block);
+        return OneBitRun{
+            run.x,
+            run.run_feedback,
+            how.received.count == 0 ? nullptr : how.received.first + run.received + table,
+            how.out + run.payload + table,
+            reinterpret_cast<std::uint32_t*>(how.out + run.payload),
+            how.finishes ? run.y : nullptr,
+            run.n};
+      },
+      [block](const Run& run) { return blocks_for(run.n, block); },
       [&](const Batch<OneBitRun>& batch) {
         of.runs = batch;
         return keeps_errors(batch.at[0].run_feedback) ? start<true>(of, how.finishes, stream)
@@ -116,41 +125,8 @@ Status encode_all(std::uint64_t block, const Given* runs, int count, const Encod
       });
 }
 
-Status onebit_encode_runs(std::uint64_t block, const Run* runs, int count, const Encoding& how,
-                          std::uint32_t* flags, Stream stream) {
-  return encode_all(block, runs, count, how, flags, stream, [&](const Run& run) {
-    const std::uint64_t table = table_bytes(run.n, block);
-    return OneBitRun{run.x,
-                     run.run_feedback,
-                     how.received.count == 0 ? nullptr : how.received.first + run.received + table,
-                     how.out + run.payload + table,
-                     reinterpret_cast<std::uint32_t*>(how.out + run.payload),
-                     how.finishes ? run.y : nullptr,
-                     run.n};
-  });
-}
-
-Status onebit_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
-                     std::byte* out, std::uint32_t* sizes, Stream stream) {
-  const OneBitRun run{x, run_feedback, nullptr, out, sizes, nullptr, n};
-  return encode_all(block, &run, 1, {}, nullptr, stream,
-                    [](const OneBitRun& each) { return each; });
-}
-
-Status onebit_finish(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint64_t block,
-                     std::byte* out, std::uint32_t* sizes, float* y, float factor,
-                     std::uint32_t* flags, Stream stream) {
-  const OneBitRun run{x, run_feedback, nullptr, out, sizes, y, n};
-  return encode_all(block, &run, 1, {.finishes = true, .factor = factor}, flags, stream,
-                    [](const OneBitRun& each) { return each; });
-}
-
 }  // namespace
 
-void fill_onebit(Api& api) {
-  api.onebit_encode = onebit_encode;
-  api.onebit_finish = onebit_finish;
-  api.onebit_encode_runs = onebit_encode_runs;
-}
+void fill_onebit(Api& api) { api.onebit_encode_runs = onebit_encode_runs; }
 
 }  // namespace gradwire::cuda

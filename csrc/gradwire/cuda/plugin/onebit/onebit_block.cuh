@@ -175,7 +175,7 @@ __device__ inline void add_signs(std::uint32_t signs, Means means, float (&v)[kC
 
 // Adds a block that may have a mask, or means that are not finite.
 template <bool kAlone>
-__device__ std::uint32_t add_masked(const Group& group, const Unit& here, std::uint32_t n,
+__device__ std::uint32_t add_masked(const Group& group, const Slot& here, std::uint32_t n,
                                     Team<kAlone> team, GroupRoom<kAlone>& room,
                                     float (&v)[kCount]) {
   const std::uint32_t flags = unpack(group, n, team, room, [&](unsigned) { return here; });
@@ -201,7 +201,7 @@ __device__ std::uint32_t add_received(const Payloads& payloads, std::uint64_t sl
   const std::byte* slot = payloads.at(0);
   Plane next = load_slot(slot, n, team.rank());
   for (int j = 0; j < payloads.count(); ++j) {
-    const Unit here{slot, slot_bytes, false};
+    const Slot here{slot, slot_bytes};
     Group group{};
     group.count = 1;
     group.planes[0] = next;
@@ -223,23 +223,8 @@ __device__ std::uint32_t add_received(const Payloads& payloads, std::uint64_t sl
 
 // ---- Blocks ------------------------------------------------------------------------------------
 
-// Decodes a block of n elements: y := the sum of its payloads, one after the other, times factor.
-template <bool kAlone, typename Payloads>
-__device__ void decode_block(const Payloads& payloads, std::uint64_t slot_bytes, std::uint32_t n,
-                             Team<kAlone> team, GroupRoom<kAlone>& room, float factor,
-                             std::uint32_t* flags, float* y) {
-  const Share<kWarp, kCount, 1> share{team.lane()};
-  float v[kCount] = {};
-  const std::uint32_t found = add_received(payloads, slot_bytes, n, team, room, v);
-  if (found != 0 && team.rank() == 0) set_flag(flags, found);
-#pragma unroll
-  for (float& each : v) each = times(each, factor);
-  const std::uint32_t begin = team.warp() * kSegment;
-  share.store(y + begin, n > begin ? n - begin : 0, v);
-}
-
 // A block that a team encodes: payloads and e are added to x first. `run` has x, y, which is
-// written where the block finishes, and sizes of its blocks' payloads, or null.
+// written where the block finishes, and sizes of its blocks' payloads.
 template <bool kFeedsBack, bool kFinishes, bool kAlone, typename Run, typename Payloads>
 struct Block {
   const Run& run;
@@ -302,7 +287,7 @@ struct Block {
     auto* const header = reinterpret_cast<float*>(out);
     header[0] = means.plus;
     header[1] = means.minus;
-    if (run.sizes != nullptr) run.sizes[unit] = kHeader + bytes;
+    run.sizes[unit] = kHeader + bytes;
   }
 
   __device__ void encode() const {

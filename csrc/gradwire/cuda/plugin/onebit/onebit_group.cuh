@@ -11,28 +11,11 @@ namespace gradwire::cuda::onebit {
 
 inline constexpr unsigned kGroup = OneBitKernels::kGroup;
 
-// The bytes of one unit.
-struct Unit {
+// The slot of one unit, which is aligned and has room for any block.
+struct Slot {
   const std::byte* at;
   std::uint64_t bytes;
-  bool whole;  // whether the unit must use all of them
-
-  __device__ bool holds(std::uint64_t needed) const {
-    return whole ? needed == bytes : needed <= bytes;
-  }
-  __device__ std::uint64_t behind_header() const { return bytes < kHeader ? 0 : bytes - kHeader; }
-  // Returns word `index` behind the header; missing bytes are 0.
-  __device__ std::uint32_t word(std::uint32_t index) const {
-    const std::uint64_t begin = kHeader + std::uint64_t{4} * index;
-    return begin < bytes ? load_word(at + begin, bytes - begin) : 0;
-  }
 };
-
-__device__ inline Unit unit_of(const Slots& payload, std::uint64_t unit, std::uint64_t slot_bytes) {
-  if (payload.offsets == nullptr) return {payload.data + unit * slot_bytes, slot_bytes, false};
-  const std::uint64_t begin = payload.offsets[unit];
-  return {payload.data + begin, payload.offsets[unit + 1] - begin, true};
-}
 
 // The means of a block as they are sent. Their signs also say whether the block has a mask, and
 // whether that is written as runs.
@@ -61,21 +44,7 @@ struct Plane {
   std::uint32_t word;
 };
 
-// Loads the thread's part of a block of n elements. Nearly every unmasked block is aligned and
-// complete, and takes the fast path.
-__device__ inline Plane load_plane(const Unit& unit, std::uint32_t n, unsigned rank) {
-  const std::uint32_t words = (n + 31) / 32;
-  if (reinterpret_cast<std::uintptr_t>(unit.at) % 4 == 0 && unit.bytes >= kHeader + 4 * words) {
-    const auto* const at = reinterpret_cast<const std::uint32_t*>(unit.at);
-    return {{__uint_as_float(at[0]), __uint_as_float(at[1])}, rank < words ? at[2 + rank] : 0};
-  }
-  const auto value = [&](std::uint64_t at) {
-    return at < unit.bytes ? __uint_as_float(load_word(unit.at + at, unit.bytes - at)) : 0;
-  };
-  return {{value(0), value(sizeof(float))}, unit.word(rank)};
-}
-
-// The same of a block in a slot, which is aligned and has room for any block.
+// Loads the thread's part of a block of n elements.
 __device__ inline Plane load_slot(const std::byte* slot, std::uint32_t n, unsigned rank) {
   const auto* const words = reinterpret_cast<const std::uint32_t*>(slot + kHeader);
   return {*reinterpret_cast<const Means*>(slot), rank < (n + 31) / 32 ? words[rank] : 0};
@@ -85,7 +54,6 @@ __device__ inline Plane load_slot(const std::byte* slot, std::uint32_t n, unsign
 struct Group {
   Plane planes[kGroup];
   unsigned count;
-  unsigned refused;  // bit p: payload p is too short or too long; unused where it has a mask
 };
 
 // ---- Masks -------------------------------------------------------------------------------------
@@ -135,20 +103,20 @@ __device__ inline std::uint32_t read_runs(const std::uint32_t* runs, std::uint64
 // the mask is written as runs, `present` holds its word already. Returns whether the payload is
 // valid.
 template <bool kAlone>
-__device__ bool unpack(const Unit& unit, std::uint32_t n, Means sent, std::uint32_t run_bytes,
+__device__ bool unpack(const Slot& slot, std::uint32_t n, Means sent, std::uint32_t run_bytes,
                        Team<kAlone> team, std::uint32_t& signs, std::uint32_t& present) {
   if (!sent.has_runs()) present &= signs;
   const auto packed = static_cast<std::uint32_t>(__popc(present));
   const auto counts = team.scan(packed, Plus{});
   const std::uint64_t mask_end = kHeader + (sent.has_runs() ? run_bytes : bytes_of_bits(n));
   const std::uint64_t end = mask_end + bytes_of_bits(counts.all);
-  const bool good = unit.holds(end) && (!sent.has_runs() || run_bytes > 0);
+  const bool good = end <= slot.bytes && (!sent.has_runs() || run_bytes > 0);
   signs = 0;
   if (good && packed > 0) {
     const std::uint64_t begin = mask_end + counts.before / 8;
-    std::uint64_t bits = load_word(unit.at + begin, end - begin);
+    std::uint64_t bits = load_word(slot.at + begin, end - begin);
     if (counts.before % 8 + packed > 32)
-      bits |= static_cast<std::uint64_t>(unit.at[begin + 4]) << 32;
+      bits |= static_cast<std::uint64_t>(slot.at[begin + 4]) << 32;
     signs = expand(static_cast<std::uint32_t>(bits >> counts.before % 8), present);
   }
   return good;
@@ -156,9 +124,9 @@ __device__ bool unpack(const Unit& unit, std::uint32_t n, Means sent, std::uint3
 
 // Unpacks a group, some of whose payloads have masks, into the room. Returns the flags to set. It
 // handles one payload after the other, which needs fewer registers than all at once.
-template <bool kAlone, typename UnitAt>
+template <bool kAlone, typename SlotAt>
 __device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone> team,
-                                GroupRoom<kAlone>& room, UnitAt unit_at) {
+                                GroupRoom<kAlone>& room, SlotAt slot_at) {
   const unsigned rank = team.rank();
   team.sync();  // nobody reads the old contents any more
 #pragma unroll
@@ -171,15 +139,15 @@ __device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone
   team.sync();
   if (rank < group.count && room.sent[rank].has_runs())
     room.run_bytes[rank] =
-        read_runs(room.signs[rank], unit_at(rank).behind_header(), n, room.present[rank]);
+        read_runs(room.signs[rank], slot_at(rank).bytes - kHeader, n, room.present[rank]);
   team.sync();
   std::uint32_t flags = 0;
 #pragma unroll 1
   for (unsigned p = 0; p < group.count; ++p) {
     const Means sent = room.sent[p];
-    bool good = (group.refused >> p & 1U) == 0;
+    bool good = true;
     if (sent.masked())
-      good = unpack(unit_at(p), n, sent, room.run_bytes[p], team, room.signs[p][rank],
+      good = unpack(slot_at(p), n, sent, room.run_bytes[p], team, room.signs[p][rank],
                     room.present[p][rank]);
     flags |= (good ? 0U : kRefused) | (sent.finite() ? 0U : kNotFinite);
     if (rank == 0) room.means[p] = sent.decoded();

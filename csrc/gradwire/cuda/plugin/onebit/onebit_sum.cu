@@ -1,9 +1,8 @@
-// onebit's decoder (codec/onebit.cc defines it): it adds up to kAtOnce payloads in one pass. As the
+// onebit's decoder (codec/onebit.cc defines it): it adds all payloads in one pass. As the
 // definition says, four payloads are added to each other before their sum is added to others. Where
 // none of the four has a mask, an element can have only 16 sums; these are computed once a block
 // and looked up by the elements' signs. A kernel that adds many payloads is bound by the rate at
-// which instructions are issued, so payloads in slots, which are aligned and large enough, have a
-// path of their own, on which nothing is checked but the means.
+// which instructions are issued: of a payload nothing is checked but its means.
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/onebit/onebit_group.cuh"
@@ -14,33 +13,16 @@ namespace {
 
 using namespace onebit;
 
-constexpr unsigned kAtOnce = 64;  // packed payloads of a pass: a multiple of kGroup
-
 struct SumRun {
   const std::byte* in;  // slots of the first payload
   float* y;
   std::uint64_t n;
 };
 
-// Payloads of which each unit has a slot; payload p is p · stride bytes behind the first.
-struct Strided {
-  static constexpr bool kInSlots = true;
-  std::uint64_t stride;
-  __device__ Slots of(const SumRun& run, unsigned p) const {
-    return {run.in + p * stride, nullptr};
-  }
-};
-// Payloads of one run, anywhere.
-struct Anywhere {
-  static constexpr bool kInSlots = false;
-  Slots at[kAtOnce];
-  __device__ Slots of(const SumRun&, unsigned p) const { return at[p]; }
-};
-
-template <typename Source>
+// Payload p of a run is p · stride bytes behind its first.
 struct Sum {
   Batch<SumRun> runs;
-  Source payloads;
+  std::int64_t stride;
   unsigned count;
   std::uint64_t block, slot_bytes;
   bool add;
@@ -140,9 +122,9 @@ struct Rooms {
   SumTable tables[kAlone ? kAloneWarps : kMostWarps];
 };
 
-template <typename Source, unsigned kWide, bool kAlone>
+template <unsigned kWide, bool kAlone>
 struct Block {
-  const Sum<Source>& of;
+  const Sum& of;
   const SumRun& run;
   Team<kAlone> team;
   Share<kWarp, kCount, kWide> share;
@@ -151,12 +133,12 @@ struct Block {
   std::uint64_t unit;
   std::uint32_t n;  // elements of the block
 
-  __device__ Unit unit_at(unsigned p) const {
-    return unit_of(of.payloads.of(run, p), unit, of.slot_bytes);
+  __device__ Slot slot_at(unsigned p) const {
+    return {run.in + p * of.stride + unit * of.slot_bytes, of.slot_bytes};
   }
 
-  // Loads the group of payloads that begins with payload `first`, and `slot` with its slot, where
-  // they are in slots; `slot` then is the next group's.
+  // Loads the group of payloads that begins with payload `first`, whose slot is `slot`; that then
+  // is the next group's.
   __device__ Group load(unsigned first, const std::byte*& slot) const {
     Group group{};
     const unsigned left = of.count <= first ? 0 : of.count - first;
@@ -164,14 +146,8 @@ struct Block {
 #pragma unroll
     for (unsigned p = 0; p < kGroup; ++p) {
       if (p >= group.count) continue;
-      if constexpr (Source::kInSlots) {
-        group.planes[p] = load_slot(slot, n, team.rank());
-        slot += of.payloads.stride;
-      } else {
-        const Unit here = unit_at(first + p);
-        group.planes[p] = load_plane(here, n, team.rank());
-        group.refused |= here.holds(kHeader + bytes_of_bits(n)) ? 0 : 1U << p;
-      }
+      group.planes[p] = load_slot(slot, n, team.rank());
+      slot += of.stride;
     }
     return group;
   }
@@ -183,13 +159,13 @@ struct Block {
     for (unsigned p = 0; p < kGroup; ++p) usual = usual && group.planes[p].means.usual();
     if (!usual) {
       const std::uint32_t flags =
-          unpack(group, n, team, room, [&](unsigned p) { return unit_at(first + p); });
+          unpack(group, n, team, room, [&](unsigned p) { return slot_at(first + p); });
       add_masked(room, group.count, team.warp() * kWarp, share, acc);
       return flags;
     }
     fill(table, group, team.lane());
     add_table<kWide>(table, team.lane(), acc);
-    return group.refused != 0 ? kRefused : 0U;
+    return 0;
   }
 
   __device__ void sum() const {
@@ -201,7 +177,7 @@ struct Block {
     for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
     if (of.add) share.load(y, inside, acc);
     std::uint32_t flags = 0;
-    const std::byte* slot = unit_at(0).at;
+    const std::byte* slot = slot_at(0).at;
     Group group = load(0, slot);
     for (unsigned first = 0; first < of.count; first += of.together) {
       const Group next = load(first + of.together, slot);  // while the group before it is added
@@ -228,10 +204,9 @@ struct Block {
   }
 };
 
-template <typename Source, bool kAlone>
+template <bool kAlone>
 __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
-                                  kAlone ? kAloneBlocks : 2)
-    sum(const __grid_constant__ Sum<Source> of) {
+                                  kAlone ? kAloneBlocks : 2) sum(const __grid_constant__ Sum of) {
   __shared__ Rooms<kAlone> rooms;
   const Team<kAlone> team;
   const unsigned warp = threadIdx.x / kWarp;
@@ -244,33 +219,32 @@ __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
     GroupRoom<kAlone>& room = rooms.groups[kAlone ? warp : 0];
     SumTable& table = rooms.tables[warp];
     if (is_aligned(run.y))
-      add_up(Block<Source, 4, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
+      add_up(Block<4, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
     else
-      add_up(Block<Source, 1, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
+      add_up(Block<1, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
   }
 }
 
-template <typename Source>
-Status start(const Sum<Source>& of, Stream stream) {
+Status start(const Sum& of, Stream stream) {
   if (of.block <= kSegment)
-    return launch(sum<Source, true>, blocks_for(of.runs.tiles(), kAloneWarps), kAloneWarps * kWarp,
-                  stream, of);
+    return launch(sum<true>, blocks_for(of.runs.tiles(), kAloneWarps), kAloneWarps * kWarp, stream,
+                  of);
   const auto warps = static_cast<unsigned>(blocks_for(of.block, kSegment));
-  return launch(sum<Source, false>, of.runs.tiles(), warps * kWarp, stream, of);
+  return launch(sum<false>, of.runs.tiles(), warps * kWarp, stream, of);
 }
 
 Status onebit_decode_runs(std::uint64_t block, const Run* runs, int count, const Decoding& how,
                           std::uint32_t* flags, Stream stream) {
-  if (block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  Sum<Strided> of{{},
-                  {how.payloads.stride},
-                  static_cast<unsigned>(how.payloads.count),
-                  block,
-                  slot_bytes(block),
-                  how.adds,
-                  how.adds ? 1 : kGroup,
-                  how.factor,
-                  flags};
+  if (block > OneBitKernels::kMostBlock || how.payloads.jump != 0) return cudaErrorInvalidValue;
+  Sum of{{},
+         how.payloads.stride,
+         static_cast<unsigned>(how.payloads.count),
+         block,
+         slot_bytes(block),
+         how.adds,
+         how.adds ? 1 : kGroup,
+         how.factor,
+         flags};
   return in_batches(
       runs, count,
       [&](const Run& run) {
@@ -283,26 +257,8 @@ Status onebit_decode_runs(std::uint64_t block, const Run* runs, int count, const
       });
 }
 
-Status onebit_sum(const Slots* payloads, int count, std::uint64_t n, std::uint64_t block, float* y,
-                  bool add, std::uint32_t* flags, Stream stream) {
-  if (count < 1 || block > OneBitKernels::kMostBlock) return cudaErrorInvalidValue;
-  Sum<Anywhere> of{{}, {}, 0, block, slot_bytes(block), add, kGroup, 1, flags};
-  if (n > 0) of.runs.add({nullptr, y, n}, blocks_for(n, block));
-  const auto all = static_cast<unsigned>(count);
-  for (unsigned first = 0; first < all; first += kAtOnce) {
-    of.count = all - first < kAtOnce ? all - first : kAtOnce;
-    for (unsigned p = 0; p < of.count; ++p) of.payloads.at[p] = payloads[first + p];
-    of.add = add || first > 0;
-    if (const Status status = start(of, stream); status != 0) return status;
-  }
-  return 0;
-}
-
 }  // namespace
 
-void fill_onebit_sum(Api& api) {
-  api.onebit_sum = onebit_sum;
-  api.onebit_decode_runs = onebit_decode_runs;
-}
+void fill_onebit_sum(Api& api) { api.onebit_decode_runs = onebit_decode_runs; }
 
 }  // namespace gradwire::cuda

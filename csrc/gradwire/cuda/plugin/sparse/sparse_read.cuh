@@ -26,12 +26,6 @@ struct Foreign {
   }
 };
 
-__device__ inline Foreign unit_bytes(const Slots& in, std::uint64_t slot_bytes,
-                                     std::uint64_t unit) {
-  if (in.offsets == nullptr) return {in.data + unit * slot_bytes, slot_bytes};
-  return {in.data + in.offsets[unit], in.offsets[unit + 1] - in.offsets[unit]};
-}
-
 struct ReadRoom {
   std::uint32_t hits[kUnitWords];
   std::uint32_t before[kUnitWords];  // hits before each word
@@ -278,11 +272,11 @@ __device__ inline void fill_nan(float* y, unsigned n) {
 // Decodes one unit. Returns the flags to set, which are the same in all threads; no thread reads
 // the room after that.
 template <typename Values>
-__device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsigned n, float* y,
-                                     bool add, float factor, ReadRoom& room) {
+__device__ std::uint32_t decode_unit(Foreign in, Values values, unsigned n, float* y, bool add,
+                                     float factor, ReadRoom& room) {
   Read read = read_positions(in, n, room);
   const std::uint64_t bytes = read.bytes + values.bytes(read.count);
-  read.refused = read.refused || bytes > in.size || (whole && bytes < in.size);
+  read.refused = read.refused || bytes > in.size;
   if (!read.refused && read.count > 0) read.refused = !values.open(in.from(read.bytes));
   if (read.refused || !read.finite) {
     fill_nan(y, n);
@@ -293,7 +287,7 @@ __device__ std::uint32_t decode_unit(Foreign in, bool whole, Values values, unsi
 }
 
 struct DecodeRun {
-  Slots in;
+  const std::byte* slots;
   float* y;
   std::uint64_t n;
 };
@@ -306,8 +300,7 @@ struct Decoder {
   std::uint32_t* flags;
 };
 
-// y := decoded · factor, or y + decoded. Where the payload has offsets, a unit must use all of its
-// bytes.
+// y := decoded · factor, or y + decoded.
 template <typename Values>
 __global__ void __launch_bounds__(kUnitThreads, 2)
     decode_units(const __grid_constant__ Decoder of) {
@@ -317,7 +310,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
     const DecodeRun& run = of.runs.at[r];
     const std::uint64_t unit = tile - of.runs.first[r];
     const std::uint32_t found =
-        decode_unit(unit_bytes(run.in, of.slot_bytes, unit), run.in.offsets != nullptr, Values{},
+        decode_unit(Foreign{run.slots + unit * of.slot_bytes, of.slot_bytes}, Values{},
                     unit_length(run.n, unit), run.y + unit * kUnit, of.add, of.factor, room);
     if (threadIdx.x == 0 && found != 0) set_flag(of.flags, found);
     __syncthreads();  // separates the registers of two units: without it the compiler spills
@@ -333,21 +326,13 @@ Status decode_runs(std::uint64_t slot_bytes, const Run* runs, int count, const D
       runs, count,
       [&](const Run& run) {
         const std::byte* slots = how.payloads.first + run.payload + sparse_table_bytes(run.n);
-        return DecodeRun{{slots, nullptr}, run.y, run.n};
+        return DecodeRun{slots, run.y, run.n};
       },
       [](const Run& run) { return units_of(run.n); },
       [&](const Batch<DecodeRun>& batch) {
         of.runs = batch;
         return launch(decode_units<Values>, batch.tiles(), kUnitThreads, stream, of);
       });
-}
-
-template <typename Values>
-Status decode_one(const Slots& in, std::uint64_t slot_bytes, std::uint64_t n, float* y, bool add,
-                  std::uint32_t* flags, Stream stream) {
-  Decoder of{{}, slot_bytes, add, 1, flags};
-  if (n > 0) of.runs.add({in, y, n}, units_of(n));
-  return launch(decode_units<Values>, of.runs.tiles(), kUnitThreads, stream, of);
 }
 
 }  // namespace gradwire::cuda

@@ -332,13 +332,6 @@ Status threshold_encode_runs(float tau, double density, const Run* runs, int cou
   return encode_all(tau, density, made, scratch, stream);
 }
 
-Status threshold_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, float tau,
-                        double density, std::byte* out, std::uint32_t* sizes, void* scratch,
-                        Stream stream) {
-  std::vector<SparseRun> one{{x, run_feedback, out, sizes, nullptr, n}};
-  return encode_all(tau, density, one, scratch, stream);
-}
-
 // ---- adapt -------------------------------------------------------------------------------------
 
 constexpr double kStep = 0.6, kMostRise = 3, kFar = 4;
@@ -399,11 +392,6 @@ Status threshold_decode_runs(const Run* runs, int count, const Decoding& how, st
   return decode_runs<Signs>(kSlotBytes, runs, count, how, flags, stream);
 }
 
-Status threshold_decode(Slots in, std::uint64_t n, float* y, bool add, std::uint32_t* flags,
-                        Stream stream) {
-  return decode_one<Signs>(in, kSlotBytes, n, y, add, flags, stream);
-}
-
 std::size_t threshold_scratch_bytes(std::uint64_t units) {
   const std::uint64_t samples = (units < kMostSamples / kUnit ? units * kUnit : kMostSamples) * 4;
   const std::uint64_t taus = units * sizeof(float);
@@ -414,9 +402,7 @@ std::size_t threshold_scratch_bytes(std::uint64_t units) {
 
 void fill_threshold(Api& api) {
   api.threshold_prepare = threshold_prepare;
-  api.threshold_encode = threshold_encode;
   api.threshold_adapt = threshold_adapt;
-  api.threshold_decode = threshold_decode;
   api.threshold_encode_runs = threshold_encode_runs;
   api.threshold_decode_runs = threshold_decode_runs;
   api.threshold_scratch_bytes = threshold_scratch_bytes;

@@ -340,13 +340,6 @@ Status topk_encode_runs(double density, Values values, std::uint64_t slot_bytes,
   return encode_all(density, values, slot_bytes, made.data(), count, scratch, stream);
 }
 
-Status topk_encode(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
-                   Values values, std::uint64_t slot_bytes, std::byte* out, std::uint32_t* sizes,
-                   void* scratch, Stream stream) {
-  const SparseRun run{x, run_feedback, out, sizes, nullptr, n};
-  return encode_all(density, values, slot_bytes, &run, 1, scratch, stream);
-}
-
 std::size_t topk_scratch_bytes(std::uint64_t units) {
   return shared_units(units) * sizeof(UnitCounts);
 }
@@ -381,18 +374,9 @@ Status topk_decode_runs(std::uint64_t slot_bytes, Values values, const Run* runs
   });
 }
 
-Status topk_decode(Slots in, std::uint64_t n, std::uint64_t slot_bytes, Values values, float* y,
-                   bool add, std::uint32_t* flags, Stream stream) {
-  return with_values(values, [&](auto as) {
-    return decode_one<Largest<decltype(as)>>(in, slot_bytes, n, y, add, flags, stream);
-  });
-}
-
 }  // namespace
 
 void fill_topk(Api& api) {
-  api.topk_encode = topk_encode;
-  api.topk_decode = topk_decode;
   api.topk_encode_runs = topk_encode_runs;
   api.topk_scratch_bytes = topk_scratch_bytes;
   api.topk_decode_runs = topk_decode_runs;

@@ -1,7 +1,7 @@
-#include "gradwire/cuda/nccl/call_thread.h"
+#include "gradwire/cuda/call_thread.h"
 
 #include <atomic>
-#include <chrono>
+#include <string>
 #include <utility>
 
 #include "gradwire/base/deadline.h"
@@ -17,11 +17,12 @@ struct CallThread::State {
   std::function<void()> call;
 };
 
-CallThread::CallThread()
-    : forks_(forks()),
+CallThread::CallThread(const char* into, std::chrono::microseconds spin)
+    : into_(into),
+      forks_(forks()),
       state_(std::make_shared<State>()),
-      thread_(std::make_unique<std::thread>([state = state_] {
-        loop(*state);
+      thread_(std::make_unique<std::thread>([state = state_, spin] {
+        loop(*state, spin);
         state->ended = true;
       })) {}
 
@@ -35,7 +36,8 @@ CallThread::~CallThread() {
   state_->phase.notify_one();
   for (const Deadline deadline = Deadline::after(kGraceSeconds); !state_->ended;) {
     if (deadline.passed()) {
-      log_to_stderr("a call into NCCL does not return, and is left to itself");
+      log_to_stderr("a call into " + std::string(into_) +
+                    " does not return, and is left to itself");
       thread_->detach();
       return;
     }
@@ -52,13 +54,10 @@ void CallThread::begin(std::function<void()> call) {
 
 bool CallThread::is_over() const noexcept { return state_->phase == State::kIdle; }
 
-// The rounds of a call follow each other closely, so it looks for the next one for a while before
-// it sleeps.
-void CallThread::loop(State& state) {
-  constexpr std::chrono::microseconds kBusy{100};
+void CallThread::loop(State& state, std::chrono::microseconds spin) {
   for (;;) {
     const auto begun = Deadline::Clock::now();
-    while (state.phase == State::kIdle && Deadline::Clock::now() - begun < kBusy)
+    while (state.phase == State::kIdle && Deadline::Clock::now() - begun < spin)
       std::this_thread::yield();
     state.phase.wait(State::kIdle);
     int called = State::kCalled;
