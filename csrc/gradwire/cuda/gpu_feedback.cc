@@ -124,10 +124,23 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
   if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
   begin_flags(stream);
   for (const auto& each : extents) find(each, stream);
-  if (found == tables_.end()) found = tables_.emplace(names_, make_table(stream)).first;
+  if (found == tables_.end()) {
+    evict_tables();
+    found = tables_.emplace(names_, make_table(stream)).first;
+  }
   const Table& table = found->second->table;
   check(api_, api_.open(table.key_states, table.keys.size(), stream), "opening residuals");
   return table;
+}
+
+// Releases tables where there are many, as of keys that change with each call. Graphs keep theirs.
+void Feedback::evict_tables() {
+  if (tables_.size() < kMostTables || was_captured_) return;
+  await_device(api_);  // calls under way use them
+  std::erase_if(tables_, [this](const auto& each) {
+    return std::ranges::none_of(
+        of_step_, [&](const Settled& its) { return its.table == &each.second->table; });
+  });
 }
 
 std::unique_ptr<Feedback::OwnedTable> Feedback::make_table(Stream stream) {

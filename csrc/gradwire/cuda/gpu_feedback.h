@@ -33,6 +33,7 @@ class Feedback {
       return {{residual[0] + offset, residual[1] + offset}, key_state};
     }
   };
+  static constexpr std::size_t kMostTables = 4096;
   // The keys of a call, in order.
   struct Table {
     std::vector<const Key*> keys;
@@ -50,7 +51,7 @@ class Feedback {
 
   // Finds the keys of a call, and makes new ones. Throws InvalidArgument for a key whose residual
   // has another length, for one that is given twice, and for a new one in a call that is captured.
-  // A table stays valid.
+  // A table stays valid until kMostTables others were made, and then for as long as a step has it.
   const Table& open(std::span<const codec::KeyedExtent> extents, bool captured, Stream stream);
   // Makes room for the memory of each key: `counts` elements.
   void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
@@ -113,6 +114,7 @@ class Feedback {
   OwnedKey& find(const codec::KeyedExtent& extent, Stream stream);
   OwnedKey& make(const codec::KeyedExtent& extent, Stream stream);
   std::unique_ptr<OwnedTable> make_table(Stream stream);
+  void evict_tables();
   void make_memory(OwnedKey& owned, std::uint64_t count, Stream stream);
   float* zeros(OwnedKey& owned, std::uint64_t count, Stream stream);
   codec::ErrorFeedback::SavedKey read(const Key& key, Stream stream) const;

@@ -1,6 +1,7 @@
 // Calls on a GPU give the bits of the same calls on CPUs: every collective, schedule and codec.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <limits>
 
 #include "cuda_cases.h"
@@ -210,6 +211,36 @@ TEST_P(GpuCollectives, LowRank) {
     if (feedback) of.keys = {{"a", 40 * 60 + 33}, {"b", 64 * 25}};
     expect_same(of, label(of, "ring") + (feedback ? " with feedback" : ""));
   }
+}
+
+std::atomic<int> blocks_in_use = 0;
+
+// Of keys that change with each call: only their residuals stay.
+TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
+  constexpr std::size_t kKeys = 92;
+  static_assert(kKeys * (kKeys - 1) / 2 > Feedback::kMostTables);
+  Api api = simulated_api();
+  api.allocate = [](void** address, std::size_t bytes) {
+    ++blocks_in_use;
+    return simulated_api().allocate(address, bytes);
+  };
+  api.release = [](void* address) {
+    --blocks_in_use;
+    return simulated_api().release(address);
+  };
+  const OwnedStream stream(api);
+  Feedback feedback(api, std::make_shared<codec::ErrorFeedback>());
+  int most = 0;
+  for (std::size_t a = 0; a < kKeys; ++a)
+    for (std::size_t b = 0; b < a; ++b) {
+      const codec::KeyedExtent extents[] = {{"key " + std::to_string(a), 1},
+                                            {"key " + std::to_string(b), 1}};
+      const auto& table = feedback.open(extents, /*captured=*/false, stream.get());
+      ASSERT_EQ(table.keys.size(), 2U);
+      most = std::max(most, blocks_in_use.load());
+    }
+  EXPECT_GT(most, static_cast<int>(Feedback::kMostTables));
+  EXPECT_LT(blocks_in_use, 1000);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, GpuCollectives, testing::ValuesIn(kSizes));

@@ -323,6 +323,28 @@ TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
   EXPECT_TRUE(its.was_aborted);
 }
 
+// Rank 1 never receives the long message, which the carrier still reads when a size is refused.
+TEST(HostMessages, RestOnceNobodyReadsWhatAFailedGroupSends) {
+  const Api& api = simulated_api();
+  exec::Ranks carriers(2);
+  HostTurns turns(api);
+  const OwnedStream stream(api);
+  constexpr std::size_t kLong = 64 << 20;
+  const Slotted layout{.units = 1, .slot_bytes = 16};
+  const DeviceBytes long_one(kLong), slots(layout.bytes());
+  HostMessages messages(api, carriers[0], 10, turns);
+  std::uint32_t size = 17;
+  const auto told = carriers[1].send(reinterpret_cast<std::byte*>(&size), sizeof size, 0, 10);
+  messages.begin();
+  messages.send(long_one.data(), kLong, 1, {});
+  messages.receive(slots.data(), layout.bytes(), 1, {&layout, 1});
+  messages.end(stream.get());
+  api.synchronize(stream.get());
+  EXPECT_THROW(messages.check(), TransportError);
+  EXPECT_TRUE(messages.rest());
+  EXPECT_THROW(carriers[0].check_failure(0), Aborted);
+}
+
 // A group behind a function of the host that does not end: its messages may not be destroyed, and
 // travel no more when it is their turn.
 TEST(HostMessages, AreLeftAloneWhereTheyCannotEnd) {

@@ -68,7 +68,11 @@ HostMessages::~HostMessages() { rest(); }
 
 // Waits for the enqueued groups, which still run and refer to this object.
 bool HostMessages::rest() noexcept {
-  if (await_end()) return true;
+  const auto has_failed = [this] {
+    const std::lock_guard lock(mutex_);
+    return error_ != nullptr;
+  };
+  if (!has_failed() && await_end()) return true;
   fail(std::make_exception_ptr(Aborted("these messages of a GPU came to their end")));
   abort();  // messages under way end, and no more begin
   return await_end();
@@ -77,9 +81,15 @@ bool HostMessages::rest() noexcept {
 bool HostMessages::await_end() const noexcept {
   const Deadline deadline = Deadline::after(kLastSeconds);
   int done = 0;
-  while (api_.query(ended_.get(), &done) == 0 && done == 0 && !deadline.passed())
+  while (api_.query(ended_.get(), &done) == 0 && !(done != 0 && are_over()) && !deadline.passed())
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return done != 0;
+  return done != 0 && are_over();
+}
+
+// Returns whether the carrier neither reads nor writes the memory of groups that failed.
+bool HostMessages::are_over() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::all_of(left_, [](const auto& each) { return each->done(); });
 }
 
 void HostMessages::begin() {
@@ -168,8 +178,12 @@ void HostMessages::run(void* argument) {
     self.fail(std::current_exception());
     if (self.has_others_) self.await_abort();
   }
-  if (group->captured) return;
   const std::lock_guard lock(self.mutex_);
+  for (auto* works : {&group->sent, &group->received}) {
+    self.left_.insert(self.left_.end(), works->begin(), works->end());
+    works->clear();
+  }
+  if (group->captured) return;
   const auto at =
       std::ranges::find_if(self.groups_, [group](const auto& each) { return each.get() == group; });
   self.spare_.push_back(std::move(*at));
@@ -192,7 +206,7 @@ void HostMessages::await_abort() const noexcept {
 // Sends and receives the sizes of all units first, then the bytes that count: so the receiver knows
 // how many bytes come.
 void HostMessages::exchange(Group& group) {
-  std::vector<std::shared_ptr<Work>> sends, receives;
+  auto &sends = group.sent, &receives = group.received;
   const auto wait = [this](auto& works) {
     for (auto& each : works) carrier_.wait(*each, timeout_);
     works.clear();

@@ -70,7 +70,8 @@ class HostMessages final : public Messages {
     HostMessages* owner = nullptr;
     std::vector<HostMessage> sends, receives;
     std::byte* pinned = nullptr;
-    bool captured = false;  // replays of the graph run it again
+    bool captured = false;                              // replays of the graph run it again
+    std::vector<std::shared_ptr<Work>> sent, received;  // that may be under way
   };
 
   static void run(void* group);  // on CUDA's thread
@@ -80,6 +81,7 @@ class HostMessages final : public Messages {
   void unpack(Group& group, const HostMessage& host_message) const;
   std::unique_ptr<Group> take_spare();
   bool await_end() const noexcept;
+  bool are_over() const noexcept;
   void fail(const std::exception_ptr& error) noexcept;
   void await_abort() const noexcept;
 
@@ -95,6 +97,7 @@ class HostMessages final : public Messages {
   mutable std::mutex mutex_;                    // guards all below
   std::vector<std::unique_ptr<Group>> groups_;  // that run, or will run
   std::vector<std::unique_ptr<Group>> spare_;
+  std::vector<std::shared_ptr<Work>> left_;  // of groups that failed: they may use their memory
   std::exception_ptr error_;
 };
 
