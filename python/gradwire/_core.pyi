@@ -386,6 +386,9 @@ class CostModel:
 # under way. Raises InvalidArgument.
 def link_costs(spec: str) -> tuple[float, float]: ...
 
+class ProgressThread:  # the thread that drives the communicators that share it
+    def __init__(self) -> None: ...
+
 class Family:
     """The communicators of a process that end together: a failure of one ends all."""
 
@@ -414,6 +417,7 @@ class Communicator:
         contexts: Mapping[str, TransportContext] = ...,  # by transport
         job_ranks: Sequence[int] = (),  # the number in the job of each rank; empty: the same ones
         stop_request: StopRequest | None = None,
+        progress: ProgressThread | None = None,  # None: its own
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.

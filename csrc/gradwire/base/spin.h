@@ -13,4 +13,7 @@ inline void pause_spinning() noexcept {
 #endif
 }
 
+// How often a thread that waits yields its core after it has spun, and before it sleeps.
+inline constexpr unsigned kYields = 20;
+
 }  // namespace gradwire

@@ -139,7 +139,8 @@ void bind_set_up(CommunicatorClass& c) {
                     std::vector<std::vector<Rank>> hosts, std::size_t max_message,
                     std::size_t segment_bytes, double stall_seconds, std::string job,
                     std::uint64_t tag, std::string about, transport::Contexts contexts,
-                    std::vector<Rank> job_ranks, shared_ptr<StopRequest> stop_request) {
+                    std::vector<Rank> job_ranks, shared_ptr<StopRequest> stop_request,
+                    shared_ptr<exec::ProgressThread> progress) {
           return std::make_unique<Communicator>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about), std::move(job_ranks)},
@@ -147,14 +148,16 @@ void bind_set_up(CommunicatorClass& c) {
                            .segment_bytes = segment_bytes,
                            .stall_seconds = stall_seconds,
                            .contexts = std::move(contexts),
-                           .stop_request = std::move(stop_request)});
+                           .stop_request = std::move(stop_request),
+                           .progress = std::move(progress)});
         }),
         py::arg("rank"), py::arg("size"), py::arg("communicator"), py::arg("hosts"),
         py::arg("max_message") = exec::Tuning{}.max_message,
         py::arg("segment_bytes") = exec::Tuning{}.segment_bytes,
         py::arg("stall_seconds") = exec::Tuning{}.stall_seconds, py::arg("job") = "",
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
-        py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr)
+        py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr,
+        py::arg("progress") = nullptr)
       .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("seal"), py::arg("peer"),
            WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
@@ -264,6 +267,8 @@ void bind_communicator(py::module_& m) {
       .def("make_at", &StopRequest::make_at, py::arg("seconds"))
       .def("made", &StopRequest::made);
   py::class_<exec::Family, shared_ptr<exec::Family>>(m, "Family").def(py::init<>());
+  py::class_<exec::ProgressThread, shared_ptr<exec::ProgressThread>>(m, "ProgressThread")
+      .def(py::init<>());
   CommunicatorClass c(m, "Communicator");
   bind_set_up(c);
   bind_calls(c);

@@ -34,17 +34,20 @@ unsigned spins_of(const Identity& identity) {
 
 constexpr std::size_t kLeastMessage = 4096, kMostMessage = std::size_t{1} << 30;
 
-transport::Options link_options(const Identity& identity, const Tuning& tuning) {
+transport::Options link_options(const Identity& identity, const Tuning& tuning,
+                                transport::Bells& bells) {
   transport::Options options;
   options.rank = identity.rank;
   options.size = identity.size;
   options.max_message = tuning.max_message;
   options.messages = std::max(16, 2 * identity.size);  // a plan stages a whole round
+  options.bells = &bells;
   return options;
 }
 
-transport::Options transfer_options(const Identity& identity, const Tuning& tuning) {
-  transport::Options options = link_options(identity, tuning);
+transport::Options transfer_options(const Identity& identity, const Tuning& tuning,
+                                    transport::Bells& bells) {
+  transport::Options options = link_options(identity, tuning, bells);
   options.max_message = std::min<std::size_t>(tuning.max_message, 64 * 1024);
   options.messages_per_peer = 4;  // a peer that does not receive holds up no other
   options.messages = std::max(4, options.messages_per_peer * (identity.size - 1));
@@ -56,9 +59,9 @@ transport::Options transfer_options(const Identity& identity, const Tuning& tuni
 Communicator::Communicator(Identity identity, Tuning tuning)
     : identity_(std::move(identity)),
       spins_(spins_of(identity_)),
-      links_(link_options(identity_, tuning), tuning.contexts),
-      transfer_links_(transfer_options(identity_, tuning), tuning.contexts),
       control_(identity_.rank, identity_.size, [this] { return position(); }),
+      links_(link_options(identity_, tuning, control_.bells()), tuning.contexts),
+      transfer_links_(transfer_options(identity_, tuning, control_.bells()), tuning.contexts),
       wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       plans_({identity_.rank, identity_.size, identity_.hosts, tuning.max_message,
               tuning.segment_bytes}),
@@ -67,7 +70,8 @@ Communicator::Communicator(Identity identity, Tuning tuning)
       observer_(tuning.observer),
       next_observer_(observer_),
       stop_request_(std::move(tuning.stop_request)),
-      stall_monitor_(identity_, tuning.stall_seconds, std::move(tuning.log)) {
+      stall_monitor_(identity_, tuning.stall_seconds, std::move(tuning.log)),
+      progress_(tuning.progress ? std::move(tuning.progress) : std::make_shared<ProgressThread>()) {
   if (tuning.max_message < kLeastMessage || tuning.max_message > kMostMessage)
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
@@ -148,6 +152,7 @@ std::shared_ptr<Work> Communicator::begin(const Request& request,
 
 std::shared_ptr<Work> Communicator::submit(const Request& request) {
   std::unique_lock lock(mutex_);
+  if (!started_) start_progress_thread_locked();  // which may throw
   std::shared_ptr<Work> work = enqueue(lock, request);
   start_progress_thread_locked();
   return work;
@@ -318,11 +323,12 @@ std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sen
   {
     std::lock_guard lock(mutex_);
     require_alive();
+    if (!started_) start_progress_thread_locked();
     submitted_.emplace_back(std::move(transfer), sends);
     has_requests_ = true;
     wake_driver();
+    start_progress_thread_locked();
   }
-  start_progress_thread();
   return work;
 }
 

@@ -1,10 +1,11 @@
-// Communicator: one rank's end of a group of ranks. It owns the links, the control sockets and the
-// one progress thread, and turns requests into executions.
+// Communicator: one rank's end of a group of ranks. It owns the links and the control sockets, and
+// turns requests into executions.
 //
 // Threads: every public function may be called from any thread. Work is driven by one thread at a
 // time, the driver: a blocking call drives on the caller's thread when nobody else does, otherwise
-// the progress thread does, which is started by the first asynchronous call. Collectives run in the
-// order of their calls, transfers (send, recv) beside them.
+// the progress thread does, which is started by the first asynchronous call, and which the
+// communicators of a family share (progress_thread.h). Collectives run in the order of their calls,
+// transfers (send, recv) beside them.
 //
 // A failure is final: every pending and later call throws the same root cause.
 #pragma once
@@ -17,8 +18,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "gradwire/base/deadline.h"
@@ -39,6 +40,7 @@
 #include "gradwire/exec/execution/operation.h"
 #include "gradwire/exec/execution/point_to_point.h"
 #include "gradwire/exec/plan/plan_cache.h"
+#include "gradwire/exec/progress_thread.h"
 
 namespace gradwire::exec {
 
@@ -52,9 +54,10 @@ struct Tuning {
   std::shared_ptr<Observer> observer = nullptr;  // is told of this rank's collectives
   transport::Contexts contexts{};                // this process's, for transports that need one
   std::shared_ptr<const StopRequest> stop_request = nullptr;  // this process's; null: none
+  std::shared_ptr<ProgressThread> progress = nullptr;         // shared with others; null: its own
 };
 
-class Communicator final : private Family::Member {
+class Communicator final : private Family::Member, private ProgressThread::Member {
  public:
   // Called about every 100 ms by a thread that waits in a blocking call; throws to end the wait
   // (and abort the communicator), as Ctrl-C does.
@@ -155,6 +158,7 @@ class Communicator final : private Family::Member {
 
  private:
   static constexpr unsigned kNoIdleLimit = ~0U;
+  static constexpr std::size_t kMostDoorbells = 16;
 
   // A collective that waits for its turn, or has its turn. It is reused with all that it has
   // allocated.
@@ -186,15 +190,13 @@ class Communicator final : private Family::Member {
   void check_peer(Rank peer) const;
   void require_alive() const;
   void wake_driver() noexcept;  // under the mutex
-  void start_progress_thread();
   void start_progress_thread_locked();
+  void serve_soon_locked();
   void announce_soon_locked();
   void announce_ended_calls(std::unique_lock<std::mutex>& lock);
-  void serve_between_calls(std::unique_lock<std::mutex>& lock);
   void stop_driving_locked(bool hands_over = true);
   void stop_progress_thread();
   void release();
-  void progress_loop(const std::stop_token& stop);
   bool is_idle() const;
   std::exception_ptr finish_work(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
                                  const Interrupt& interrupt);
@@ -209,6 +211,14 @@ class Communicator final : private Family::Member {
   // Drives: only one thread at a time does, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
              unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
+  void end_driving(std::unique_lock<std::mutex>& lock, bool hands_over);
+  bool step(const Interrupt& interrupt);
+  bool take_over() override;
+  ProgressThread::Turn turn() noexcept override;
+  unsigned spins() const noexcept override { return spins_; }
+  int before_sleep(std::vector<pollfd>& doorbells) noexcept override;
+  void after_sleep() noexcept override;
+  bool serve_between_calls() override;
   bool finished(const Work* until) const;
   bool advance();
   void process_requests();
@@ -222,10 +232,15 @@ class Communicator final : private Family::Member {
   void finish_current(bool unannounced);
   void back_off(unsigned idle, const Interrupt& interrupt);
   void run_checks(const Interrupt& interrupt);
+  void end_links() noexcept;
   void sleep(const Interrupt& interrupt);
+  bool prepare_sleep(const Interrupt& interrupt);
+  void disarm();
   void call_interrupt(const Interrupt& interrupt);
   int longest_sleep() const;
+  std::size_t put_doorbells(std::span<pollfd, kMostDoorbells> fds) const;
   void poll_doorbells();
+  void empty_wakeup() noexcept;
   void check_deadlines();
   void check_transfers();
   void query_positions();
@@ -254,20 +269,20 @@ class Communicator final : private Family::Member {
 
   Identity identity_;
   const unsigned spins_;  // turns before it yields to others
+  ControlPlane control_;
   Links links_;
   Links transfer_links_;
-  ControlPlane control_;
   std::shared_ptr<Family> family_;  // null: none
   UniqueFd wakeup_;                 // an eventfd: something was submitted or aborted
 
   mutable std::mutex mutex_;         // guards everything below but the driver's own
   std::condition_variable changed_;  // the driver left
-  std::condition_variable work_;     // for the progress thread: there is something to do
   bool driving_ = false;
   bool closed_ = false;     // takes no more calls
   bool ending_ = false;     // a thread closes it, or has closed it
   bool ended_ = false;      // and everything is released
-  bool stopped_ = false;    // no progress thread starts any more
+  bool started_ = false;    // the progress thread looks after it
+  bool stopped_ = false;    // and no longer does
   bool announces_ = false;  // the progress thread will tell the others that calls are over
   bool dropped_ = false;    // drop() was called, and calls are not settled
   bool abort_requested_ = false;
@@ -298,6 +313,8 @@ class Communicator final : private Family::Member {
   Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
+  unsigned turns_ = 0;                       // since the last checks, about
+  int ended_links_ = 0;                      // peers' ends of which the links were told
   bool announced_ = false;                   // the others were told whom this rank waits for
   Deadline serve_at_ = Deadline::at_once();  // when the family is served next
   Rank announced_elsewhere_ = kNoPeer;       // the others were told of this wait elsewhere
@@ -315,8 +332,7 @@ class Communicator final : private Family::Member {
   const std::shared_ptr<const StopRequest> stop_request_;
   StopRequest own_stop_request_, resize_request_;
   StallMonitor stall_monitor_;
-
-  std::jthread progress_;
+  const std::shared_ptr<ProgressThread> progress_;
 };
 
 }  // namespace gradwire::exec

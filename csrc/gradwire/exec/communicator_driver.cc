@@ -27,7 +27,6 @@
 namespace gradwire::exec {
 namespace {
 
-constexpr unsigned kYields = 20;
 // Failures, deadlines and Ctrl-C are checked even while something always moves. A turn may take a
 // millisecond, and reading the clock costs as much as a short turn, so not every turn reads it.
 constexpr unsigned kTurnsBetweenChecks = 16;
@@ -40,8 +39,6 @@ constexpr double kAnnounceSeconds = 0.1;
 constexpr double kPositionQuerySeconds = 0.5;
 // How long a rank waits for answers to a query on behalf of another.
 constexpr double kRelaySeconds = 0.2;
-// Where the others must be told that a call is over, they are told at most so long after it.
-constexpr std::chrono::milliseconds kAnnounceAfter{100};
 
 // Returns "2.5 s", without the trailing zeros of to_string.
 std::string seconds_text(double seconds) {
@@ -58,69 +55,11 @@ std::string text_of(const ChainEnd& end) {
 
 }  // namespace
 
-void Communicator::start_progress_thread() {
-  std::lock_guard lock(mutex_);
-  start_progress_thread_locked();
-}
-
-void Communicator::start_progress_thread_locked() {
-  if (!stopped_ && !progress_.joinable())
-    progress_ = std::jthread([this](const std::stop_token& stop) { progress_loop(stop); });
-  work_.notify_all();
-}
-
-void Communicator::progress_loop(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
-  const auto has_work = [this] { return !driving_ && !is_idle(); };
-  const auto wakes = [&] { return stop.stop_requested() || has_work(); };
-  while (!stop.stop_requested()) {
-    if (!announces_ && !dropped_)
-      work_.wait(lock, [&] { return wakes() || announces_ || dropped_; });
-    else if (!work_.wait_for(lock, kAnnounceAfter, wakes))
-      serve_between_calls(lock);
-    if (!stop.stop_requested() && has_work()) drive(lock, nullptr, nullptr);
-  }
-}
-
-// Lets the progress thread announce ended calls. Not all ranks get data from this one in every
-// call, and a rank that closes waits until it knows that such a call is over here, while this rank
-// may long be busy elsewhere.
-void Communicator::announce_soon_locked() {
-  if (!std::exchange(announces_, true)) start_progress_thread_locked();
-}
-
-// Announces ended calls. Where a peer could not be told because it has not read earlier frames, a
-// later call tries again.
-void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
-  if (driving_) return;  // the driver announces
-  if (control_.has_unannounced_calls() && !failure_ && !closed_) poll_control(lock);
-  if (driving_) return;
-  const bool alive = !failure_ && !closed_;
-  if (alive && control_.has_unannounced_calls()) control_.announce();
-  announces_ = alive && control_.has_unannounced_calls();
-}
-
-// Does the progress thread's work between calls. After drop() no call will report a mismatch, so
-// this logs it.
-void Communicator::serve_between_calls(std::unique_lock<std::mutex>& lock) {
-  announce_ended_calls(lock);
-  if (!dropped_) return;
-  if (!driving_ && !failure_ && !closed_) poll_control(lock);
-  if (driving_) return;
-  dropped_ = !failure_ && !closed_ && control_.unsettled_peer() != kNoPeer;
-  if (!unreported_) return;
-  try {
-    std::rethrow_exception(failure_);
-  } catch (const Error& error) {
-    log_(error.what());
-  }
-}
-
 // Leaves what remains to the progress thread, and wakes it only if something remains, as waking
 // costs time.
 void Communicator::stop_driving_locked(bool hands_over) {
   driving_ = false;
-  if (hands_over && !is_idle()) work_.notify_all();
+  if (hands_over && started_ && !is_idle()) start_progress_thread_locked();
   changed_.notify_all();
 }
 
@@ -171,27 +110,36 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   std::exception_ptr interruption;
   try {
     const codec::FloatEnvironment environment;
-    for (unsigned idle = 0, turns = 0; !finished(until) && idle < most_idle;) {
-      if (++turns % kTurnsBetweenChecks == 0 && checks_due_.passed()) run_checks(interrupt);
-      if (advance()) {
+    for (unsigned idle = 0; !finished(until) && idle < most_idle;) {
+      if (step(interrupt))
         idle = 0;
-        if (waits_since_) stop_waiting();
-      } else {
+      else
         back_off(++idle, interrupt);
-      }
     }
   } catch (...) {
     if (slow) slow();
     interruption = fail_with_root_cause(std::current_exception(), interrupt);
   }
   lock.lock();
+  end_driving(lock, /*hands_over=*/most_idle == kNoIdleLimit);
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+void Communicator::end_driving(std::unique_lock<std::mutex>& lock, bool hands_over) {
   driven_for_ = nullptr;
   settle_requests(lock);
   // begin() goes on to wait for its only call, and so to drive: another thread would only be woken
   // for nothing, and compete for the core.
   const bool only_call = queue_.size() == 1 && submitted_.empty() && transfers_.idle();
-  stop_driving_locked(/*hands_over=*/most_idle == kNoIdleLimit || !only_call);
-  if (interruption) std::rethrow_exception(interruption);
+  stop_driving_locked(hands_over || !only_call);
+}
+
+// Moves what can move, and returns whether something did.
+bool Communicator::step(const Interrupt& interrupt) {
+  if (++turns_ % kTurnsBetweenChecks == 0 && checks_due_.passed()) run_checks(interrupt);
+  if (!advance()) return false;
+  if (waits_since_) stop_waiting();
+  return true;
 }
 
 // Returns whether the driver is done. Only the driver may call it.
@@ -329,17 +277,13 @@ void Communicator::finish_current(bool unannounced) {
 void Communicator::back_off(unsigned idle, const Interrupt& interrupt) {
   if (idle <= spins_) return pause_spinning();
   if (idle <= spins_ + kYields) return static_cast<void>(::sched_yield());
-  if (!waits_since_) start_waiting();
-  check_stall();
-  if (family_ && announced_ && serve_at_.passed()) serve_family();
-  if (stall_monitor_.due())
-    if (const auto wait = waiting()) stall_monitor_.report(*wait, control_);
   sleep(interrupt);
 }
 
 void Communicator::run_checks(const Interrupt& interrupt) {
   checks_due_ = Deadline::after(kCheckSeconds);
   control_.poll();
+  end_links();
   // A rank that closes waits for this announcement, and transfers may go on without end.
   if (current_ == nullptr && control_.has_unannounced_calls()) control_.announce();
   check_deadlines();
@@ -348,13 +292,37 @@ void Communicator::run_checks(const Interrupt& interrupt) {
   call_interrupt(interrupt);
 }
 
+// Tells the links that have no sockets of their own whose control sockets have ended.
+void Communicator::end_links() noexcept {
+  if (std::exchange(ended_links_, control_.ended()) == control_.ended()) return;
+  for (Rank peer = 0; peer < identity_.size; ++peer) {
+    if (peer == identity_.rank || !control_.has_ended(peer)) continue;
+    links_.end(peer);
+    transfer_links_.end(peer);
+  }
+}
+
 void Communicator::sleep(const Interrupt& interrupt) {
+  if (!prepare_sleep(interrupt)) poll_doorbells();
+  disarm();
+}
+
+// Does what a rank does that waits, and arms the doorbells. Returns whether something has moved.
+bool Communicator::prepare_sleep(const Interrupt& interrupt) {
+  if (!waits_since_) start_waiting();
+  check_stall();
+  if (family_ && announced_ && serve_at_.passed()) serve_family();
+  if (stall_monitor_.due())
+    if (const auto wait = waiting()) stall_monitor_.report(*wait, control_);
   run_checks(interrupt);
   links_.arm();
   transfer_links_.arm();
   const bool moved = advance();  // again: a message that came before arm() rings no doorbell
   if (moved) stop_waiting();
-  if (!moved && !has_requests_) poll_doorbells();
+  return moved || has_requests_;
+}
+
+void Communicator::disarm() {
   links_.disarm();
   transfer_links_.disarm();
 }
@@ -378,17 +346,26 @@ int Communicator::longest_sleep() const {
   return next.milliseconds_left(kInterruptMilliseconds);
 }
 
+// Puts this communicator's doorbells there; returns how many there are.
+std::size_t Communicator::put_doorbells(std::span<pollfd, kMostDoorbells> fds) const {
+  std::size_t count = 0;
+  const auto put = [&](int fd) { fds[count++] = {fd, POLLIN, 0}; };
+  put(wakeup_.get());
+  put(control_.doorbell());
+  for (int fd : links_.doorbells()) put(fd);
+  for (int fd : transfer_links_.doorbells()) put(fd);
+  return count;
+}
+
 void Communicator::poll_doorbells() {
-  std::array<pollfd, 16> fds;
-  nfds_t count = 0;
-  auto add = [&](int fd) { fds.at(count++) = {fd, POLLIN, 0}; };
-  add(wakeup_.get());
-  add(control_.doorbell());
-  for (int fd : links_.doorbells()) add(fd);
-  for (int fd : transfer_links_.doorbells()) add(fd);
-  ::poll(fds.data(), count, longest_sleep());
+  std::array<pollfd, kMostDoorbells> fds;
+  ::poll(fds.data(), put_doorbells(fds), longest_sleep());
+  if (fds[0].revents != 0) empty_wakeup();
+}
+
+void Communicator::empty_wakeup() noexcept {
   eventfd_t ignored;
-  if (fds[0].revents != 0) ::eventfd_read(wakeup_.get(), &ignored);
+  ::eventfd_read(wakeup_.get(), &ignored);
 }
 
 void Communicator::start_waiting() {

@@ -171,7 +171,7 @@ bool Communicator::settled() {
 void Communicator::drop() {
   const std::lock_guard lock(mutex_);
   dropped_ = true;
-  start_progress_thread_locked();
+  serve_soon_locked();
 }
 
 void Communicator::check_failure(double seconds) {
@@ -241,17 +241,6 @@ void Communicator::release_after_fork() noexcept {
   control_.close_all();
   stall_monitor_.release_after_fork();
   wakeup_.reset();
-}
-
-void Communicator::stop_progress_thread() {
-  {
-    std::lock_guard lock(mutex_);  // not between the thread's last look and its sleep
-    stopped_ = true;
-    progress_.request_stop();
-    wake_driver();
-  }
-  work_.notify_all();
-  if (progress_.joinable()) progress_.join();
 }
 
 // Returns an interrupt that throws also if this communicator was aborted.

@@ -128,7 +128,11 @@ bool Control::may_send(const Link& link, ControlType type) noexcept {
 // Acknowledges a peer's frames. A peer that gets no other frames from this rank must still learn
 // that its own were read, since it sends no more than kWindow unread ones.
 void Control::acknowledge(Rank peer) noexcept {
-  if (at(peer).read - at(peer).acked < kWindow / 2) return;
+  if (at(peer).read - at(peer).acked >= kWindow / 2) ring(peer);
+}
+
+// Where there is no room for it, the peer has not read what woke it before.
+void Control::ring(Rank peer) noexcept {
   ControlFrame frame;
   frame.type = ControlType::kAck;
   send(peer, frame);
@@ -225,6 +229,7 @@ std::optional<Released> Control::release(Rank peer, double timeout) {
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
   Link& link = at(peer);
   unwatch(epoll_.get(), link.socket());
+  ++ended_;
   if (!link.released) link.connection = {};
   if (link.bye) return std::nullopt;
   ControlEvent event{peer, true, {}};

@@ -16,6 +16,7 @@
 
 #include "gradwire/base/types.h"
 #include "gradwire/transport/connection.h"
+#include "gradwire/transport/transport.h"
 
 namespace gradwire::transport {
 
@@ -90,7 +91,7 @@ struct Released {
   std::string received;
 };
 
-class Control {
+class Control final : public Bells {
  public:
   Control(Rank rank, int size);
 
@@ -102,6 +103,9 @@ class Control {
   // Where it can't be encrypted, the peer's end comes with the next poll().
   bool send(Rank peer, ControlFrame frame) noexcept;
   bool broadcast(const ControlFrame& frame) noexcept;  // to all peers; false if one was dropped
+
+  // Wakes a peer that sleeps on its doorbell(), by an acknowledgement.
+  void ring(Rank peer) noexcept override;
 
   // Returns the next event that has arrived, if any. A peer's frames come before its end.
   std::optional<ControlEvent> poll();
@@ -119,6 +123,8 @@ class Control {
   // Returns a descriptor that is readable when poll() may return something (level-triggered).
   int doorbell() const noexcept { return epoll_.get(); }
 
+  // Returns how many peers' sockets have ended so far.
+  int ended() const noexcept { return ended_; }
   bool said_bye(Rank peer) const { return links_.at(static_cast<std::size_t>(peer)).bye; }
   bool connected(Rank peer) const {
     const Link& link = links_.at(static_cast<std::size_t>(peer));
@@ -152,6 +158,7 @@ class Control {
   Rank rank_;
   UniqueFd epoll_;
   std::vector<Link> links_;
+  int ended_ = 0;
 };
 
 }  // namespace gradwire::transport

@@ -32,6 +32,15 @@ struct Incoming {
   ConstBytes message;
 };
 
+// Wakes the rank at the other end of a link, by a socket that both ends poll anyway.
+class Bells {
+ public:
+  virtual void ring(Rank peer) noexcept = 0;
+
+ protected:
+  ~Bells() = default;
+};
+
 struct Options {
   Rank rank = 0;
   int size = 1;
@@ -40,6 +49,9 @@ struct Options {
                                           // the smallest ones may need no staging
   int messages_per_peer = 16;             // of these, to one peer: a slow reader holds up no other
   std::shared_ptr<Context> context{};     // this process's, of open_transport()
+  // On all ranks or none, and alive as long as the transport: links over shared memory keep no
+  // socket then, and end() tells them of a peer's end. Null: each keeps its own.
+  Bells* bells = nullptr;
 };
 
 class Transport {
@@ -62,7 +74,11 @@ class Transport {
     offer(std::move(connection), peer);
     complete(Deadline::after(timeout_seconds));
   }
+  // Tells that all peers were offered: what only offers need is let go.
+  virtual void close_offers() noexcept {}
   virtual std::vector<Rank> peers() const = 0;
+  // Tells of a peer's end, which a link without a socket of its own cannot see (Options::bells).
+  virtual void end(Rank /*peer*/) noexcept {}
 
   // Lets a peer have at most so many unread messages from now on, where that is fewer than
   // Options::messages_per_peer. A kind of link that cannot tell what a peer has read ignores it.
@@ -94,7 +110,7 @@ class Transport {
 
   // Returns a descriptor that polls readable when something may have changed, provided arm() was
   // called and nothing had changed since: arm(), look once more, poll, disarm(). disarm() clears
-  // the doorbell.
+  // the doorbell. It is -1 where only the Options' bells tell.
   virtual int doorbell() const noexcept = 0;
   virtual void arm() = 0;
   virtual void disarm() = 0;

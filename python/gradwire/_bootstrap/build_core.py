@@ -54,6 +54,7 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
             contexts=_contexts(mesh),
             job_ranks=mesh.job_ranks,
             stop_request=stops.REQUEST,
+            progress=mesh.progress,
         )
     except BaseException:
         mesh.close()

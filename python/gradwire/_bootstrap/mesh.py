@@ -92,6 +92,7 @@ class Mesh:
     model: _core.CostModel | None = None  # rank 0's, the same on all ranks
     job_ranks: tuple[int, ...] = ()  # the number in the job of each rank; empty: the same numbers
     membership: Membership = Membership()
+    progress: _core.ProgressThread = field(default_factory=_core.ProgressThread)  # its groups' too
 
     def job_rank(self, rank: int) -> int:
         """The number in the job of a rank of this mesh."""

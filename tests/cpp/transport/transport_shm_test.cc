@@ -1,5 +1,7 @@
 #include "gradwire/transport/memory/arena.h"
 
+#include <sys/resource.h>
+
 #include <set>
 
 #include "transport_conformance.h"
@@ -36,6 +38,31 @@ TEST(Shm, CellsTakeTurns) {
   const std::set<std::byte*> few(cells.begin(), cells.begin() + 4);
   EXPECT_EQ(few.size(), 4);
   EXPECT_EQ(std::set<std::byte*>(cells.begin(), cells.end()), few);
+}
+
+// Descriptors that come where none is left are lost, and the kernel says so by MSG_CTRUNC alone.
+TEST(Shm, AShortageOfDescriptorsIsTold) {
+  const Options options{.size = 2};
+  auto [one, other] = ends_for("shm");
+  const auto left = make_transport("shm", options);
+  Options mine = options;
+  mine.rank = 1;
+  const auto right = make_transport("shm", mine);
+  left->offer(std::move(one), 1);
+  right->offer(std::move(other), 0);
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  const int lowest = ::dup(0);  // no higher one is free
+  ::close(lowest);
+  const rlimit none{static_cast<rlim_t>(lowest), before.rlim_max};
+  ::setrlimit(RLIMIT_NOFILE, &none);
+  try {
+    right->complete(Deadline::after(10));
+    ADD_FAILURE() << "it got a descriptor";
+  } catch (const TransportError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("no file descriptor left"));
+  }
+  ::setrlimit(RLIMIT_NOFILE, &before);
 }
 
 }  // namespace gradwire::transport

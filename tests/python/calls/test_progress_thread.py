@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import ranks
-from gradwire import Communicator
+from gradwire import Communicator, spawn
 
 CALLS = 500
 
@@ -39,3 +39,24 @@ def test_small_calls_of_ranks_that_share_a_core_wake_no_other_thread() -> None:
     finally:
         os.sched_setaffinity(0, cores)
     assert max(found) < 0.2
+
+
+def _sums_of_groups(comm: Communicator) -> list[float]:
+    """Calls of several groups at once, begun and awaited in another order on each rank."""
+    parts = [comm.split(0) for _ in range(3)]
+    assert all(each is not None for each in parts)
+    groups = [comm, *filter(None, parts)]
+    order = groups[comm.rank :] + groups[: comm.rank]
+    arrays = {id(each): np.full(100_000, float(i)) for i, each in enumerate(groups)}
+    works = [each.all_reduce(arrays[id(each)], async_op=True) for each in order for _ in range(3)]
+    for work in reversed(works):
+        work.wait()
+    for each in parts:
+        each.close()
+    return [float(arrays[id(each)][-1]) for each in groups]
+
+
+def test_one_thread_moves_the_calls_of_several_groups() -> None:
+    for transport in ("shm", "tcp"):
+        found = spawn(_sums_of_groups, 3, transports=[transport], timeout=ranks.LIMIT)
+        assert found == [[27.0 * i for i in range(4)]] * 3

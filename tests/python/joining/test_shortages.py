@@ -37,6 +37,7 @@ def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_descriptors(but: int = 0) -> list[int]:
     """Lowers this process's limit, and takes all descriptors within it, but so many."""
+    raise_limit()  # once in a process, and not again
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -107,6 +108,52 @@ def test_a_client_of_a_store_that_is_out_of_descriptors_says_so_at_once() -> Non
     with no_descriptors(), pytest.raises(RendezvousError, match="no file descriptor left"):
         gradwire.init(rank=1, size=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
     assert time.monotonic() - began < LIMIT / 2
+
+
+def test_the_limit_of_descriptors_is_raised(bare_environment: None) -> None:
+    def body() -> tuple[int, int]:
+        raise_limit.cache_clear()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+        gradwire.init().close()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    soft, hard = Process(body, before=lambda: None).value()
+    assert soft == hard > 64
+
+
+GROUP, MOST_OF_A_GROUP = 6, 12
+
+
+def descriptors_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def test_a_group_takes_few_descriptors_and_no_thread(bare_environment: None) -> None:
+    """Groups share the progress thread; links over shared memory need no sockets."""
+
+    def body(comm: gradwire.Communicator) -> tuple[int, int]:
+        def use(each: gradwire.Communicator) -> None:
+            each.all_reduce(np.ones(9, np.float32), async_op=True).wait()
+            each.send(np.ones(9), (each.rank + 1) % each.size)
+            each.recv(np.ones(9))
+            each.broadcast(np.ones(9))
+
+        use(comm)
+        before = descriptors_and_threads()
+        parts = [comm.split(0) for _ in range(4)]
+        for each in parts:
+            assert each is not None
+            use(each)
+        after = descriptors_and_threads()
+        for each in parts:
+            each.close()
+        assert descriptors_and_threads() == before
+        return (after[0] - before[0]) // len(parts), after[1] - before[1]
+
+    for descriptors, threads in gradwire.spawn(body, GROUP, timeout=LIMIT):
+        assert descriptors <= MOST_OF_A_GROUP
+        assert threads == 0
 
 
 class Flaky:

@@ -71,6 +71,10 @@ class ControlPlane {
     control_.adopt(std::move(connection), peer);
   }
   int doorbell() const noexcept { return control_.doorbell(); }
+  transport::Bells& bells() noexcept { return control_; }
+  // Returns how many peers' sockets have ended so far, and whether this peer's has.
+  int ended() const noexcept { return control_.ended(); }
+  bool has_ended(Rank peer) const { return !control_.connected(peer); }
 
   // Records that a collective begins. Throws as poll() does.
   void begin_call(std::shared_ptr<const Plan> plan, const CallShape& shape = {});

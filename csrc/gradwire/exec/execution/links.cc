@@ -22,7 +22,7 @@ void Links::offer(std::string_view transport, transport::Connection connection, 
                          [&](const auto& each) { return each->name() == transport; });
   if (at == transports_.end()) {
     at = transports_.insert(at, make(transport));
-    doorbells_.push_back((*at)->doorbell());
+    if ((*at)->doorbell() >= 0) doorbells_.push_back((*at)->doorbell());
   }
   (*at)->offer(std::move(connection), peer);
   link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
@@ -33,7 +33,10 @@ bool Links::offered_all() const noexcept {
 }
 
 void Links::complete(const WaitLimit& wait_limit) {
-  for (auto& each : transports_) each->complete(wait_limit);
+  for (auto& each : transports_) {
+    each->complete(wait_limit);
+    each->close_offers();
+  }
 }
 
 std::string_view Links::transport_of(Rank peer) const {

@@ -25,6 +25,10 @@ class Links {
   bool offered_all() const noexcept;
   // Makes all links that were offered.
   void complete(const WaitLimit& wait_limit);
+  // Tells of a peer's end; see Transport::end.
+  void end(Rank peer) noexcept {
+    if (link_of_[static_cast<std::size_t>(peer)] >= 0) at(peer).end(peer);
+  }
 
   std::size_t max_message() const noexcept { return options_.max_message; }
   // Returns one number per peer: peers with the same number share a transport and can share

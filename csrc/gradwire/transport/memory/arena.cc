@@ -84,6 +84,7 @@ std::shared_ptr<Arena> Arena::map(UniqueFd memory, const LinkId& link, const Opt
   const Header& header = arena->at<Header>(0);
   if (header.magic != kArenaMagic || header.owner != link.peer)
     throw_transport_error(link, "the peer's memory is no arena of its own");
+  arena->close_descriptor();
   return arena;
 }
 

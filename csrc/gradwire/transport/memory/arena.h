@@ -56,7 +56,9 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // Of the memory, until it is closed: mapped it stays.
   int descriptor() const noexcept { return memory_.get(); }
+  void close_descriptor() noexcept { memory_.reset(); }
 
   // Set by the owner before it sleeps; whoever changes what it waits for clears it and wakes it.
   std::atomic<std::uint32_t>& sleeping() noexcept;

@@ -19,7 +19,7 @@ ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
       messages_(static_cast<std::size_t>(options.messages)),
       share_(std::min(messages_, static_cast<std::size_t>(options.messages_per_peer))),
       own_(Arena::create(options)),
-      epoll_(make_epoll()),
+      epoll_(options.bells == nullptr ? make_epoll() : UniqueFd()),
       links_(static_cast<std::size_t>(options.size)) {}
 
 void ArenaTransport::introduce(const Stream& to, Rank peer) {
@@ -31,6 +31,7 @@ void ArenaTransport::introduce(const Stream& to, Rank peer) {
 void ArenaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
   UniqueFd& socket = connection.socket;
   at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), wait_limit);
+  if (options().bells != nullptr) return;
   watch(epoll_.get(), socket.get(), EPOLLIN, peer);
   at(peer).socket = std::move(socket);
 }
@@ -114,7 +115,7 @@ void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> pee
     link.posted = next(link.posted);
     --link.room;
   }
-  for (Rank peer : peers) wake(at(peer));
+  for (Rank peer : peers) wake(peer);
 }
 
 std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
@@ -152,17 +153,18 @@ void ArenaTransport::consume(Rank peer) {
   link.consumed = next(link.consumed);
   if (link.front != Descriptor::kInEntry)
     link.arena->readers(static_cast<std::size_t>(link.front)).fetch_sub(1);
-  if (link.arena->wants_room().load() != 0) wake(link);
+  if (link.arena->wants_room().load() != 0) wake(peer);
 }
 
 // Wakes the owner of the link's arena. A bell that can't be rung has rung already, or its owner is
 // gone; disarm() finds the latter.
-void ArenaTransport::wake(Link& link) noexcept {
-  auto& sleeping = link.arena->sleeping();
+void ArenaTransport::wake(Rank peer) noexcept {
+  auto& sleeping = at(peer).arena->sleeping();
   if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
+  if (options().bells != nullptr) return options().bells->ring(peer);
   const char ring = 1;
   [[maybe_unused]] const ssize_t rung =
-      ::send(link.socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
+      ::send(at(peer).socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 // Forgets that this rank waits for room: the caller's last look, after this, finds out again.
@@ -173,6 +175,7 @@ void ArenaTransport::arm() {
 
 void ArenaTransport::disarm() {
   own_->sleeping().store(0);
+  if (!epoll_.valid()) return;
   std::array<epoll_event, 64> events;
   const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
   for (int i = 0; i < ready; ++i) answer_bell(events[static_cast<std::size_t>(i)].data.fd);
@@ -182,15 +185,18 @@ void ArenaTransport::answer_bell(Rank peer) {
   std::array<char, 64> rings;
   const ssize_t got = ::recv(at(peer).socket.get(), rings.data(), rings.size(), MSG_DONTWAIT);
   if (got > 0 || (got < 0 && would_block(errno))) return;
-  mark_gone(peer, "the peer closed it or died");
+  unwatch(epoll_.get(), at(peer).socket.get());
+  at(peer).socket.reset();
   bury(peer);
 }
 
+void ArenaTransport::end(Rank peer) noexcept {
+  if (options().bells != nullptr && at(peer).arena) bury(peer);
+}
+
 // Frees the cells that the peer has not read: nobody will read them.
-void ArenaTransport::bury(Rank peer) {
-  Link& link = at(peer);
-  unwatch(epoll_.get(), link.socket.get());
-  link.socket.reset();
+void ArenaTransport::bury(Rank peer) noexcept {
+  mark_gone(peer, "the peer closed it or died");
   for (std::size_t position = 0; position < messages_; ++position) {
     const std::uint64_t word = own_->entry(peer, position).exchange(Descriptor::kNone);
     const std::size_t cell = Descriptor(word).cell;

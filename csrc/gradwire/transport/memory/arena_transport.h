@@ -21,6 +21,8 @@ class ArenaTransport final : public StagedTransport {
  public:
   ArenaTransport(std::string_view name, const Options& options, ArenaExchange exchange);
 
+  void close_offers() noexcept override { own_->close_descriptor(); }
+  void end(Rank peer) noexcept override;
   int doorbell() const noexcept override { return epoll_.get(); }
   Copy copy() const noexcept override { return copy_; }
   void limit_unread(int messages) noexcept override;
@@ -28,7 +30,8 @@ class ArenaTransport final : public StagedTransport {
   void disarm() override;
 
  private:
-  // The socket rings the peer's bell and this rank's; its end tells that the peer has ended.
+  // The socket rings the peer's bell and this rank's; its end tells that the peer has ended. There
+  // is none where the Options have bells.
   struct Link {
     UniqueFd socket;
     std::shared_ptr<Arena> arena;
@@ -56,15 +59,15 @@ class ArenaTransport final : public StagedTransport {
   int free_cell() noexcept;
   void time_line(Link& link, const std::byte* line) noexcept;
   void want_room() noexcept;
-  void wake(Link& link) noexcept;
+  void wake(Rank peer) noexcept;
   void answer_bell(Rank peer);
-  void bury(Rank peer);
+  void bury(Rank peer) noexcept;
 
   ArenaExchange exchange_;
   std::size_t messages_;
   std::size_t share_;  // of these, unread by one peer
   std::shared_ptr<Arena> own_;
-  UniqueFd epoll_;
+  UniqueFd epoll_;  // of the links' sockets
   std::vector<Link> links_;
   bool starved_ = false;
   LineClock clock_;

@@ -65,6 +65,10 @@ UniqueFd receive_descriptor(int socket, const LinkId& link, const WaitLimit& wai
     wait_ready(socket, POLLIN, link, wait_limit);
   }
   std::vector<UniqueFd> received = take_descriptors(message.header);
+  if ((message.header.msg_flags & MSG_CTRUNC) != 0)
+    throw_transport_error(link,
+                          "this process has no file descriptor left for the peer's shared memory: "
+                          "raise the limit (ulimit -n), or close some");
   if (got == 0 || received.size() != 1)
     throw_transport_error(link, "the peer passed no shared memory, or more than that");
   return std::move(received.front());

@@ -48,7 +48,7 @@ def connect(
     """Connects the ranks of a group; returns their mesh, or None without a name.
 
     Every rank of `comm` calls it, with the ranks of its color and a name that no other group has.
-    Job, interface and cost model are those of the communicator's own `mesh`.
+    Job, interface, cost model and progress thread are those of the communicator's own `mesh`.
     """
     if len(group) < 2:  # it connects to nobody, but the other groups' exchange needs its part
         _gather_bytes(comm, b"", deadline)
@@ -71,7 +71,7 @@ def connect(
         raise_if_peer_failed=raise_if_peer_failed,
         job_ranks=map(mesh.job_rank, group),
     )
-    made.model = mesh.model
+    made.model, made.progress = mesh.model, mesh.progress
     return made
 
 

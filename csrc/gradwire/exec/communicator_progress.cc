@@ -1,0 +1,110 @@
+// What the progress thread does for a communicator: it drives work that no caller's thread waits
+// for, and serves it between calls. Members' mutexes are taken before the thread's own.
+#include <array>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/exec/communicator.h"
+
+namespace gradwire::exec {
+
+void Communicator::start_progress_thread_locked() {
+  if (stopped_) return;
+  progress_->wake(*this);
+  started_ = true;
+}
+
+void Communicator::serve_soon_locked() {
+  if (stopped_) return;
+  progress_->serve(*this);
+  started_ = true;
+}
+
+bool Communicator::take_over() {
+  const std::lock_guard lock(mutex_);
+  if (driving_ || is_idle()) return false;
+  driving_ = true;
+  driven_for_ = nullptr;
+  return true;
+}
+
+ProgressThread::Turn Communicator::turn() noexcept {
+  try {
+    if (!finished(nullptr))
+      return step(nullptr) ? ProgressThread::Turn::kMoved : ProgressThread::Turn::kIdle;
+  } catch (...) {
+    fail_with_root_cause(std::current_exception(), nullptr);
+  }
+  std::unique_lock lock(mutex_);
+  end_driving(lock, /*hands_over=*/true);
+  return ProgressThread::Turn::kOver;
+}
+
+int Communicator::before_sleep(std::vector<pollfd>& doorbells) noexcept {
+  try {
+    if (prepare_sleep(nullptr)) return -1;
+    std::array<pollfd, kMostDoorbells> own;
+    const std::size_t count = put_doorbells(own);
+    doorbells.insert(doorbells.end(), own.begin(), own.begin() + static_cast<long>(count));
+    return longest_sleep();
+  } catch (...) {
+    fail_with_root_cause(std::current_exception(), nullptr);
+  }
+  return -1;
+}
+
+void Communicator::after_sleep() noexcept {
+  try {
+    empty_wakeup();
+    disarm();
+  } catch (...) {
+    fail_with_root_cause(std::current_exception(), nullptr);
+  }
+}
+
+// Lets the progress thread announce ended calls. Not all ranks get data from this one in every
+// call, and a rank that closes waits until it knows that such a call is over here, while this rank
+// may long be busy elsewhere.
+void Communicator::announce_soon_locked() {
+  if (!std::exchange(announces_, true)) serve_soon_locked();
+}
+
+// Announces ended calls. Where a peer could not be told because it has not read earlier frames, a
+// later call tries again.
+void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
+  if (driving_) return;  // the driver announces
+  if (control_.has_unannounced_calls() && !failure_ && !closed_) poll_control(lock);
+  if (driving_) return;
+  const bool alive = !failure_ && !closed_;
+  if (alive && control_.has_unannounced_calls()) control_.announce();
+  announces_ = alive && control_.has_unannounced_calls();
+}
+
+// Does the progress thread's work between calls. After drop() no call will report a mismatch, so
+// this logs it.
+bool Communicator::serve_between_calls() {
+  std::unique_lock lock(mutex_);
+  announce_ended_calls(lock);
+  if (dropped_ && !driving_ && !failure_ && !closed_) poll_control(lock);
+  if (!dropped_ || driving_) return announces_ || dropped_;
+  dropped_ = !failure_ && !closed_ && control_.unsettled_peer() != kNoPeer;
+  if (unreported_) {
+    try {
+      std::rethrow_exception(failure_);
+    } catch (const Error& error) {
+      log_(error.what());
+    }
+  }
+  return announces_ || dropped_;
+}
+
+void Communicator::stop_progress_thread() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+    wake_driver();
+  }
+  progress_->leave(*this);
+}
+
+}  // namespace gradwire::exec

@@ -1,0 +1,185 @@
+#include "gradwire/exec/progress_thread.h"
+
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "gradwire/base/error.h"
+#include "gradwire/base/spin.h"
+#include "gradwire/codec/simd/simd.h"
+
+namespace gradwire::exec {
+namespace {
+
+constexpr int kMostMilliseconds = 100;  // of one sleep
+constexpr double kServeSeconds = 0.1;   // between two looks at a member between its calls
+
+}  // namespace
+
+void ProgressThread::wake(Member& member) {
+  const std::lock_guard life(life_);
+  const std::lock_guard lock(mutex_);
+  entry_of(member)->wanted = true;
+  start();
+}
+
+void ProgressThread::serve(Member& member) {
+  const std::lock_guard life(life_);
+  const std::lock_guard lock(mutex_);
+  Deadline& at = entry_of(member)->serve_at;
+  if (at.is_never()) at = Deadline::after(kServeSeconds);
+  start();
+}
+
+std::shared_ptr<ProgressThread::Entry> ProgressThread::entry_of(Member& member) {
+  const auto at = std::ranges::find(entries_, &member, [](const auto& e) { return e->member; });
+  if (at != entries_.end()) return *at;
+  entries_.push_back(std::make_shared<Entry>(&member));
+  return entries_.back();
+}
+
+void ProgressThread::start() {
+  if (!bell_.valid()) bell_ = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!bell_.valid()) throw Error(system_message("eventfd", errno));
+  if (!thread_.joinable())
+    thread_ = std::jthread([this](const std::stop_token& stop) { loop(stop); });
+  changed_.notify_all();
+  if (turning_) static_cast<void>(::eventfd_write(bell_.get(), 1));
+}
+
+void ProgressThread::leave(Member& member) noexcept {
+  {
+    std::unique_lock lock(mutex_);
+    const auto at = std::ranges::find(entries_, &member, [](const auto& e) { return e->member; });
+    if (at == entries_.end()) return;
+    const std::shared_ptr<Entry> left = *at;
+    unused_.wait(lock, [&] { return !left->used; });
+    std::erase(entries_, left);
+  }
+  stop_if_unused();
+}
+
+// A thread without members takes no mutex but its own, so that nobody waits long for life_.
+void ProgressThread::stop_if_unused() noexcept {
+  const std::lock_guard life(life_);
+  std::unique_lock lock(mutex_);
+  if (!entries_.empty() || !thread_.joinable()) return;
+  thread_.request_stop();
+  changed_.notify_all();
+  lock.unlock();
+  thread_.join();
+  bell_.reset();
+}
+
+void ProgressThread::loop(const std::stop_token& stop) {
+  const codec::FloatEnvironment environment;
+  Entries driven;
+  unsigned idle = 0;
+  std::unique_lock lock(mutex_);
+  while (!stop.stop_requested()) {
+    take_wanted(lock, driven);
+    serve_due(lock);
+    if (driven.empty())
+      await_work(lock, stop);
+    else
+      take_turns(lock, driven, idle);
+  }
+}
+
+// Takes over members that have work which nobody drives.
+void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& driven) {
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const std::shared_ptr<Entry> entry = entries_[i];
+    if (entry->used || !std::exchange(entry->wanted, false)) continue;
+    entry->used = true;
+    lock.unlock();
+    const bool taken = entry->member->take_over();
+    lock.lock();
+    if (taken)
+      driven.push_back(entry);
+    else
+      give_back(*entry);
+  }
+}
+
+void ProgressThread::serve_due(std::unique_lock<std::mutex>& lock) {
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    const std::shared_ptr<Entry> entry = entries_[i];
+    if (entry->used || !entry->serve_at.passed()) continue;
+    entry->used = true;
+    entry->serve_at = Deadline::never();
+    lock.unlock();
+    const bool again = entry->member->serve_between_calls();
+    lock.lock();
+    if (again) entry->serve_at = Deadline::after(kServeSeconds);
+    give_back(*entry);
+  }
+}
+
+void ProgressThread::await_work(std::unique_lock<std::mutex>& lock, const std::stop_token& stop) {
+  const auto wanted = [&] {
+    return stop.stop_requested() ||
+           std::ranges::any_of(entries_, [](const auto& each) { return each->wanted; });
+  };
+  const Deadline next = next_service();
+  if (next.is_never())
+    changed_.wait(lock, [&] { return wanted() || !next_service().is_never(); });
+  else
+    changed_.wait_for(lock, std::chrono::milliseconds(next.milliseconds_left(kMostMilliseconds)),
+                      wanted);
+}
+
+Deadline ProgressThread::next_service() const {
+  Deadline next = Deadline::never();
+  for (const auto& each : entries_) next = std::min(next, each->serve_at);
+  return next;
+}
+
+void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& driven,
+                                unsigned& idle) {
+  const int most_milliseconds = next_service().milliseconds_left(kMostMilliseconds);
+  turning_ = true;
+  lock.unlock();
+  bool moved = false;
+  unsigned spins = ~0U;
+  Entries over;
+  for (const auto& each : driven) {
+    const Turn turn = each->member->turn();
+    moved = moved || turn != Turn::kIdle;
+    spins = std::min(spins, each->member->spins());
+    if (turn == Turn::kOver) over.push_back(each);
+  }
+  idle = moved ? 0 : idle + 1;
+  if (!moved && idle <= spins)
+    pause_spinning();
+  else if (!moved && idle <= spins + kYields)
+    ::sched_yield();
+  else if (!moved)
+    sleep(driven, most_milliseconds);
+  lock.lock();
+  turning_ = false;
+  for (const auto& each : over) {
+    std::erase(driven, each);
+    give_back(*each);
+  }
+}
+
+// Sleeps until a doorbell rings. Each member has armed its own and looked once more by then.
+void ProgressThread::sleep(const Entries& driven, int most) {
+  doorbells_.assign(1, {bell_.get(), POLLIN, 0});
+  for (const auto& each : driven) most = std::min(most, each->member->before_sleep(doorbells_));
+  if (most >= 0) ::poll(doorbells_.data(), doorbells_.size(), most);
+  eventfd_t ignored;
+  if (doorbells_.front().revents != 0) static_cast<void>(::eventfd_read(bell_.get(), &ignored));
+  for (const auto& each : driven) each->member->after_sleep();
+}
+
+void ProgressThread::give_back(Entry& entry) {
+  entry.used = false;
+  unused_.notify_all();
+}
+
+}  // namespace gradwire::exec
