@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,17 @@ def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture
     waiting.join(LIMIT)
     assert found == [[b"0", b"1"]]
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_given_twice_is_told_to_all_that_wait() -> None:
+    """A third process has rank 1 too, in the place of rank 2."""
+    store, limit = dist.HashStore(), Deadline(LIMIT)
+
+    def meet(rank: int) -> BaseException | None:
+        return pool.submit(
+            lambda: meeting._StoreExchange(store, rank, 3, limit).all_gather(b"")
+        ).exception()
+
+    with ThreadPoolExecutor(6) as pool:
+        told = [str(each) for each in pool.map(meet, (0, 1, 1))]
+    assert all("rank 1 of 3 was given twice" in each for each in told), told

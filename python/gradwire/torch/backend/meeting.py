@@ -17,6 +17,7 @@ from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
+from gradwire._bootstrap.host_info import process_name
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank
@@ -33,6 +34,7 @@ class _World:
 
     def __init__(self) -> None:
         self.family = _core.Family()
+        self.progress = _core.ProgressThread()
 
 
 _world = _World()
@@ -73,6 +75,9 @@ def _meet(options: Any, chosen: str) -> Communicator:
 
     def make(mesh: Mesh) -> Communicator:
         mesh.job_ranks = tuple(options.global_ranks_in_group)
+        if not mesh.job_ranks:
+            _world.progress = _core.ProgressThread()
+        mesh.progress = _world.progress
         return from_mesh(mesh, timeout=timeout)
 
     if size == 1:
@@ -107,8 +112,10 @@ class _StoreExchange:
         self._launch = LaunchInfo(rank, size)
         self._rounds = itertools.count()
         # The store that torch gives a group puts the group's name before each key.
-        number = self._call(store.add, f"gradwire/{size}/made/{rank}", 1)
-        self._prefix = f"gradwire/{size}/{number}"
+        self._made = f"gradwire/{size}/made/{rank}"
+        self._number = self._call(store.add, self._made, 1)
+        self._prefix = f"gradwire/{size}/{self._number}"
+        self._before = f"gradwire/{size}/{self._number - 1}"
 
     def all_gather(self, own: bytes) -> list[bytes]:
         """All ranks' bytes, in rank order; raises RendezvousError, which names missing ranks."""
@@ -136,10 +143,28 @@ class _StoreExchange:
         deadline, pause = Deadline(seconds), _FIRST_PAUSE
         while not self._call(self._store.check, [key]):
             if deadline.passed:
+                self._require_one_of_each()
                 raise TimeoutError(f"nobody set {key}")
             time.sleep(min(pause, deadline.remaining))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return bytes(self._call(self._store.get, key))
+
+    def _require_one_of_each(self) -> None:
+        """Raises RendezvousError where a process came with the number of one that still waits.
+
+        The one that waits sees that its number was counted again, and tells all others.
+        """
+        rank, told = self._launch.rank, "twice"
+        if self._call(self._store.add, self._made, 0) > self._number:
+            text = f"rank {rank} of {self._launch.size} was given twice: {process_name()} has it"
+            self._call(self._store.set, f"{self._prefix}/{told}", text)
+        for prefix in (self._prefix, self._before):
+            if self._call(self._store.check, [f"{prefix}/{told}"]):
+                text = self._call(self._store.get, f"{prefix}/{told}").decode()
+                raise RendezvousError(
+                    f"{text}, and so has another process; rank {rank} is {process_name()}: give "
+                    "each process of the job a RANK of its own"
+                )
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         try:
