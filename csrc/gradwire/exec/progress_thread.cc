@@ -80,8 +80,8 @@ void ProgressThread::loop(const std::stop_token& stop) {
   unsigned idle = 0;
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    take_wanted(lock, driven);
     serve_due(lock);
+    take_wanted(lock, driven);
     if (driven.empty())
       await_work(lock, stop);
     else
@@ -89,11 +89,15 @@ void ProgressThread::loop(const std::stop_token& stop) {
   }
 }
 
-// Takes over members that have work which nobody drives.
+// Takes over members that have work which nobody drives, until there is none: no bell rings for one
+// that is woken meanwhile, before the thread takes turns.
 void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& driven) {
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
-    const std::shared_ptr<Entry> entry = entries_[i];
-    if (entry->used || !std::exchange(entry->wanted, false)) continue;
+  const auto next = [this] {
+    return std::ranges::find_if(entries_, [](const auto& e) { return e->wanted && !e->used; });
+  };
+  for (auto at = next(); at != entries_.end(); at = next()) {
+    const std::shared_ptr<Entry> entry = *at;
+    entry->wanted = false;
     entry->used = true;
     lock.unlock();
     const bool taken = entry->member->take_over();
@@ -132,9 +136,11 @@ void ProgressThread::await_work(std::unique_lock<std::mutex>& lock, const std::s
                       wanted);
 }
 
+// Of members that nobody drives: a turn of the others does what serves them.
 Deadline ProgressThread::next_service() const {
   Deadline next = Deadline::never();
-  for (const auto& each : entries_) next = std::min(next, each->serve_at);
+  for (const auto& each : entries_)
+    if (!each->used) next = std::min(next, each->serve_at);
   return next;
 }
 

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <vector>
@@ -23,7 +25,12 @@ class Player final : public ProgressThread::Member {
   Player(std::atomic<int>& ball, int place, int players, int rounds)
       : ball_(ball), place_(place), players_(players), left_(rounds) {}
 
-  bool take_over() override { return left_ > 0; }
+  bool take_over() override {
+    if (when_taken) when_taken();
+    ++asked;
+    asked.notify_all();
+    return left_ > 0;
+  }
   ProgressThread::Turn turn() noexcept override {
     if (left_ == 0) return ProgressThread::Turn::kOver;
     if (ball_ % players_ != place_) return ProgressThread::Turn::kIdle;
@@ -33,7 +40,11 @@ class Player final : public ProgressThread::Member {
     return ProgressThread::Turn::kMoved;
   }
   unsigned spins() const noexcept override { return 0; }
-  int before_sleep(std::vector<pollfd>& /*doorbells*/) noexcept override { return 1; }
+  int before_sleep(std::vector<pollfd>& /*doorbells*/) noexcept override {
+    ++sleeps;
+    sleeps.notify_all();
+    return longest_sleep;
+  }
   void after_sleep() noexcept override {}
   bool serve_between_calls() override {
     ++served;
@@ -41,7 +52,9 @@ class Player final : public ProgressThread::Member {
     return served < 2;
   }
 
-  std::atomic<int> served{0};
+  std::atomic<int> asked{0}, sleeps{0}, served{0};
+  int longest_sleep = 1;  // ms
+  std::function<void()> when_taken;
 
  private:
   std::atomic<int>& ball_;
@@ -90,6 +103,43 @@ TEST(ProgressThread, ServesAsLongAsAMemberWantsIt) {
   ++ball;
   thread.leave(busy);
   EXPECT_EQ(idle.served, 2);
+}
+
+// One that computes for long has nothing to be served for, which must not cost a core.
+TEST(ProgressThread, SleepsWhileAMemberThatItDrivesWouldBeServed) {
+  std::atomic<int> ball{1};
+  Player busy(ball, 0, 2, 1);
+  busy.longest_sleep = 100;
+  ProgressThread thread;
+  thread.wake(busy);
+  await(busy.sleeps, 1);
+  const auto began = std::chrono::steady_clock::now();
+  thread.serve(busy);
+  await(busy.sleeps, 5);  // of these, one ends at once, as it was woken
+  EXPECT_GE(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(250));
+  ++ball;
+  thread.leave(busy);
+}
+
+TEST(ProgressThread, TakesOverBeforeItSleepsWhoIsWokenMeanwhile) {
+  std::atomic<int> ball{1}, other_ball{1};
+  Player first(ball, 0, 2, 0), busy(ball, 0, 2, 1), last(other_ball, 0, 2, 1);
+  ProgressThread thread;
+  thread.wake(first);
+  await(first.asked, 1);
+  thread.wake(busy);
+  await(busy.sleeps, 1);
+  std::atomic<int> sleeps_before{0}, sleeps_until{-1};
+  last.when_taken = [&] {
+    sleeps_before = busy.sleeps.load();
+    thread.wake(first);
+  };
+  first.when_taken = [&] { sleeps_until = busy.sleeps.load(); };
+  thread.wake(last);
+  await(first.asked, 2);
+  ball = other_ball = 2;
+  for (Player* each : {&last, &busy, &first}) thread.leave(*each);
+  EXPECT_EQ(sleeps_until, sleeps_before);
 }
 
 }  // namespace exec_progress_thread_test
