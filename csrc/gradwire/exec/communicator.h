@@ -215,6 +215,8 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   bool step(const Interrupt& interrupt);
   bool take_over() override;
   ProgressThread::Turn turn() noexcept override;
+  bool step_beside_others();
+  void end_failed() noexcept override;
   unsigned spins() const noexcept override { return spins_; }
   int before_sleep(std::vector<pollfd>& doorbells) noexcept override;
   void after_sleep() noexcept override;
@@ -234,6 +236,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   void run_checks(const Interrupt& interrupt);
   void end_links() noexcept;
   void sleep(const Interrupt& interrupt);
+  void note_wait();
   bool prepare_sleep(const Interrupt& interrupt);
   void disarm();
   void call_interrupt(const Interrupt& interrupt);
@@ -314,6 +317,8 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
   unsigned turns_ = 0;                       // since the last checks, about
+  unsigned idle_turns_ = 0;                  // of the progress thread's, since something moved
+  std::exception_ptr turn_error_;            // with which a turn of the progress thread failed
   int ended_links_ = 0;                      // peers' ends of which the links were told
   bool announced_ = false;                   // the others were told whom this rank waits for
   Deadline serve_at_ = Deadline::at_once();  // when the family is served next

@@ -307,13 +307,18 @@ void Communicator::sleep(const Interrupt& interrupt) {
   disarm();
 }
 
-// Does what a rank does that waits, and arms the doorbells. Returns whether something has moved.
-bool Communicator::prepare_sleep(const Interrupt& interrupt) {
+// Does what a rank does that waits: it tells others for whom, and logs it, after a while.
+void Communicator::note_wait() {
   if (!waits_since_) start_waiting();
   check_stall();
   if (family_ && announced_ && serve_at_.passed()) serve_family();
   if (stall_monitor_.due())
     if (const auto wait = waiting()) stall_monitor_.report(*wait, control_);
+}
+
+// Arms the doorbells. Returns whether something has moved meanwhile.
+bool Communicator::prepare_sleep(const Interrupt& interrupt) {
+  note_wait();
   run_checks(interrupt);
   links_.arm();
   transfer_links_.arm();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/spin.h"
 #include "gradwire/exec/communicator.h"
 
 namespace gradwire::exec {
@@ -29,15 +30,34 @@ bool Communicator::take_over() {
 }
 
 ProgressThread::Turn Communicator::turn() noexcept {
+  if (turn_error_) return ProgressThread::Turn::kFailed;
   try {
     if (!finished(nullptr))
-      return step(nullptr) ? ProgressThread::Turn::kMoved : ProgressThread::Turn::kIdle;
+      return step_beside_others() ? ProgressThread::Turn::kMoved : ProgressThread::Turn::kIdle;
   } catch (...) {
-    fail_with_root_cause(std::current_exception(), nullptr);
+    turn_error_ = std::current_exception();
+    return ProgressThread::Turn::kFailed;
   }
   std::unique_lock lock(mutex_);
   end_driving(lock, /*hands_over=*/true);
   return ProgressThread::Turn::kOver;
+}
+
+// Moves what can move, and returns whether something did. Where nothing does for long this rank
+// waits, also if those that share the thread keep it from sleep.
+bool Communicator::step_beside_others() {
+  if (step(nullptr)) {
+    idle_turns_ = 0;
+    return true;
+  }
+  if (++idle_turns_ % (spins_ + kYields + 1) == 0) note_wait();
+  return false;
+}
+
+void Communicator::end_failed() noexcept {
+  fail_with_root_cause(std::exchange(turn_error_, nullptr), nullptr);
+  std::unique_lock lock(mutex_);
+  end_driving(lock, /*hands_over=*/true);
 }
 
 int Communicator::before_sleep(std::vector<pollfd>& doorbells) noexcept {
@@ -48,7 +68,7 @@ int Communicator::before_sleep(std::vector<pollfd>& doorbells) noexcept {
     doorbells.insert(doorbells.end(), own.begin(), own.begin() + static_cast<long>(count));
     return longest_sleep();
   } catch (...) {
-    fail_with_root_cause(std::current_exception(), nullptr);
+    turn_error_ = std::current_exception();
   }
   return -1;
 }
@@ -58,7 +78,7 @@ void Communicator::after_sleep() noexcept {
     empty_wakeup();
     disarm();
   } catch (...) {
-    fail_with_root_cause(std::current_exception(), nullptr);
+    if (!turn_error_) turn_error_ = std::current_exception();
   }
 }
 

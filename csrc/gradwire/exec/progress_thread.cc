@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -46,19 +47,26 @@ void ProgressThread::start() {
   if (!bell_.valid()) throw Error(system_message("eventfd", errno));
   if (!thread_.joinable())
     thread_ = std::jthread([this](const std::stop_token& stop) { loop(stop); });
+  call_thread();
+}
+
+// Has the thread look at its members again. Called under the mutex.
+void ProgressThread::call_thread() {
   changed_.notify_all();
   if (turning_) static_cast<void>(::eventfd_write(bell_.get(), 1));
 }
 
 void ProgressThread::leave(Member& member) noexcept {
+  std::shared_ptr<Entry> left;
   {
     std::unique_lock lock(mutex_);
     const auto at = std::ranges::find(entries_, &member, [](const auto& e) { return e->member; });
     if (at == entries_.end()) return;
-    const std::shared_ptr<Entry> left = *at;
+    left = *at;
     unused_.wait(lock, [&] { return !left->used; });
     std::erase(entries_, left);
   }
+  if (left->ending.joinable()) left->ending.join();
   stop_if_unused();
 }
 
@@ -93,7 +101,7 @@ void ProgressThread::loop(const std::stop_token& stop) {
 // that is woken meanwhile, before the thread takes turns.
 void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& driven) {
   const auto next = [this] {
-    return std::ranges::find_if(entries_, [](const auto& e) { return e->wanted && !e->used; });
+    return std::ranges::find_if(entries_, [](const auto& each) { return each->is_due(); });
   };
   for (auto at = next(); at != entries_.end(); at = next()) {
     const std::shared_ptr<Entry> entry = *at;
@@ -126,7 +134,7 @@ void ProgressThread::serve_due(std::unique_lock<std::mutex>& lock) {
 void ProgressThread::await_work(std::unique_lock<std::mutex>& lock, const std::stop_token& stop) {
   const auto wanted = [&] {
     return stop.stop_requested() ||
-           std::ranges::any_of(entries_, [](const auto& each) { return each->wanted; });
+           std::ranges::any_of(entries_, [](const auto& each) { return each->is_due(); });
   };
   const Deadline next = next_service();
   if (next.is_never())
@@ -151,12 +159,10 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& dri
   lock.unlock();
   bool moved = false;
   unsigned spins = ~0U;
-  Entries over;
   for (const auto& each : driven) {
-    const Turn turn = each->member->turn();
-    moved = moved || turn != Turn::kIdle;
+    each->turn = each->member->turn();
+    moved = moved || each->turn != Turn::kIdle;
     spins = std::min(spins, each->member->spins());
-    if (turn == Turn::kOver) over.push_back(each);
   }
   idle = moved ? 0 : idle + 1;
   if (!moved && idle <= spins)
@@ -167,9 +173,29 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& dri
     sleep(driven, most_milliseconds);
   lock.lock();
   turning_ = false;
-  for (const auto& each : over) {
-    std::erase(driven, each);
-    give_back(*each);
+  for (const auto& each : driven) {
+    if (each->turn == Turn::kOver) give_back(*each);
+    if (each->turn == Turn::kFailed) end_failed(lock, *each);
+  }
+  std::erase_if(driven, [](const auto& each) {
+    return each->turn == Turn::kOver || each->turn == Turn::kFailed;
+  });
+}
+
+// Ends a member while the others go on. Where no thread can be made, they wait.
+void ProgressThread::end_failed(std::unique_lock<std::mutex>& lock, Entry& entry) {
+  try {
+    entry.ending = std::jthread([this, &entry] {
+      entry.member->end_failed();
+      const std::lock_guard ended(mutex_);
+      give_back(entry);
+      call_thread();
+    });
+  } catch (const std::system_error&) {
+    lock.unlock();
+    entry.member->end_failed();
+    lock.lock();
+    give_back(entry);
   }
 }
 

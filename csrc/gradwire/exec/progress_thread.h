@@ -22,7 +22,7 @@ namespace gradwire::exec {
 
 class ProgressThread {
  public:
-  enum class Turn { kMoved, kIdle, kOver };
+  enum class Turn { kMoved, kIdle, kOver, kFailed };
 
   // What the thread asks of a communicator. It drives it from take_over() to the turn that is over.
   class Member {
@@ -31,6 +31,9 @@ class ProgressThread {
     virtual bool take_over() = 0;
     // Moves what can move; never blocks for long. After the one that is over others may drive.
     virtual Turn turn() noexcept = 0;
+    // Ends the work after the turn that failed; others may drive then. Blocks while it asks other
+    // ranks for the cause, and so is called on a thread that does nothing else.
+    virtual void end_failed() noexcept = 0;
     // How many turns in a row may be idle before other processes should get the core.
     virtual unsigned spins() const noexcept = 0;
     // Arms the doorbells and adds them; returns for how many milliseconds the thread may sleep, or
@@ -57,15 +60,20 @@ class ProgressThread {
 
  private:
   struct Entry {
+    bool is_due() const noexcept { return wanted && !used; }
+
     Member* member = nullptr;
     bool wanted = false;  // it may have work
-    bool used = false;    // by the thread, which has released the mutex
+    bool used = false;    // by the thread, which has released the mutex, or by the next one
     Deadline serve_at = Deadline::never();
+    Turn turn = Turn::kIdle;  // the last one
+    std::jthread ending;      // runs end_failed()
   };
   using Entries = std::vector<std::shared_ptr<Entry>>;
 
   std::shared_ptr<Entry> entry_of(Member& member);
   void start();
+  void call_thread();
   void stop_if_unused() noexcept;
   void loop(const std::stop_token& stop);
   void take_wanted(std::unique_lock<std::mutex>& lock, Entries& driven);
@@ -73,6 +81,7 @@ class ProgressThread {
   void await_work(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);
   void take_turns(std::unique_lock<std::mutex>& lock, Entries& driven, unsigned& idle);
   void sleep(const Entries& driven, int most);
+  void end_failed(std::unique_lock<std::mutex>& lock, Entry& entry);
   Deadline next_service() const;
   void give_back(Entry& entry);
 

@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <filesystem>
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <thread>
 #include <vector>
 
 namespace gradwire::exec {
@@ -17,6 +19,13 @@ namespace exec_progress_thread_test {
 std::ptrdiff_t threads() {
   const std::filesystem::directory_iterator tasks("/proc/self/task");
   return std::distance(begin(tasks), end(tasks));
+}
+
+// Of all threads of the process.
+double processor_seconds() {
+  timespec now{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) / 1e9;
 }
 
 // Moves only when it is its turn: `ball` is passed round among so many, `rounds` times.
@@ -32,6 +41,7 @@ class Player final : public ProgressThread::Member {
     return left_ > 0;
   }
   ProgressThread::Turn turn() noexcept override {
+    if (when_ended) return ProgressThread::Turn::kFailed;
     if (left_ == 0) return ProgressThread::Turn::kOver;
     if (ball_ % players_ != place_) return ProgressThread::Turn::kIdle;
     --left_;
@@ -39,6 +49,7 @@ class Player final : public ProgressThread::Member {
     ball_.notify_all();
     return ProgressThread::Turn::kMoved;
   }
+  void end_failed() noexcept override { when_ended(); }
   unsigned spins() const noexcept override { return 0; }
   int before_sleep(std::vector<pollfd>& /*doorbells*/) noexcept override {
     ++sleeps;
@@ -55,6 +66,7 @@ class Player final : public ProgressThread::Member {
   std::atomic<int> asked{0}, sleeps{0}, served{0};
   int longest_sleep = 1;  // ms
   std::function<void()> when_taken;
+  std::function<void()> when_ended;  // it fails in its first turn
 
  private:
   std::atomic<int>& ball_;
@@ -76,8 +88,8 @@ TEST(ProgressThread, OneThreadMovesAllAndEndsWithTheLast) {
   EXPECT_EQ(threads(), before + 1);
   await(ball, 300);
   for (auto& each : players) thread.leave(*each);
-  EXPECT_EQ(threads(), before);
-  thread.leave(*players[0]);  // has left
+  while (threads() > before) std::this_thread::yield();  // joined, and counted for a moment
+  thread.leave(*players[0]);                             // has left
 }
 
 TEST(ProgressThread, StartsAnew) {
@@ -103,6 +115,41 @@ TEST(ProgressThread, ServesAsLongAsAMemberWantsIt) {
   ++ball;
   thread.leave(busy);
   EXPECT_EQ(idle.served, 2);
+}
+
+// One that fails asks other ranks for the cause, and waits for their answers.
+TEST(ProgressThread, OneThatFailsHoldsUpNoOther) {
+  std::atomic<int> ball{0};
+  Player fails(ball, 0, 1, 1), busy(ball, 0, 1, 100);
+  std::atomic<bool> ended{false};
+  fails.when_ended = [&] {
+    await(ball, 100);
+    ended = true;
+  };
+  ProgressThread thread;
+  thread.wake(fails);
+  await(fails.asked, 1);
+  thread.wake(busy);
+  thread.leave(fails);
+  EXPECT_TRUE(ended);
+  thread.leave(busy);
+}
+
+TEST(ProgressThread, SleepsWhileOneThatFailsIsWoken) {
+  std::atomic<int> ball{0};
+  Player fails(ball, 0, 1, 1);
+  ProgressThread thread;
+  double took = 0;
+  fails.when_ended = [&] {
+    const double before = processor_seconds();
+    thread.wake(fails);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    took = processor_seconds() - before;
+  };
+  thread.wake(fails);
+  await(fails.asked, 1);
+  thread.leave(fails);
+  EXPECT_LT(took, 0.05);
 }
 
 // One that computes for long has nothing to be served for, which must not cost a core.

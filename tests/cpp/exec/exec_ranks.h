@@ -63,10 +63,20 @@ inline std::vector<std::vector<Rank>> two_hosts(int size) {
   return hosts;
 }
 
+// The progress threads of processes, by rank: their groups share them.
+using Threads = std::vector<std::shared_ptr<ProgressThread>>;
+
+inline Threads threads_of(int processes) {
+  Threads made;
+  for (int i = 0; i < processes; ++i) made.push_back(std::make_shared<ProgressThread>());
+  return made;
+}
+
 class Ranks {
  public:
   explicit Ranks(int size, std::string_view transport = "inproc", Tuning tuning = {},
-                 std::vector<std::vector<Rank>> hosts = {}, bool mortal = false) {
+                 std::vector<std::vector<Rank>> hosts = {}, bool mortal = false,
+                 const Threads& shared = {}) {
     std::vector<std::vector<UniqueFd>> control(at(size)), collective(at(size)), transfer(at(size));
     for (auto* lane : {&control, &collective, &transfer}) {
       for (auto& row : *lane) row.resize(at(size));
@@ -82,9 +92,11 @@ class Ranks {
       for (int r = 0; mortal && r < size; ++r)
         for (const UniqueFd& socket : (*lane)[at(r)])
           if (socket.valid()) shadows_[at(r)].emplace_back(::dup(socket.get()));
-    for (int r = 0; r < size; ++r)
+    for (int r = 0; r < size; ++r) {
+      if (!shared.empty()) tuning.progress = shared[at(r)];
       communicators_.push_back(
           std::make_unique<Communicator>(Identity{r, size, /*communicator=*/7, hosts}, tuning));
+    }
     run([&](Communicator& comm) {
       const int me = comm.identity().rank;
       for (int peer = 0; peer < size; ++peer)

@@ -122,17 +122,20 @@ def test_the_limit_of_descriptors_is_raised(bare_environment: None) -> None:
     assert soft == hard > 64
 
 
-GROUP, MOST_OF_A_GROUP = 6, 12
-
-
 def descriptors_and_threads() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def test_a_group_takes_few_descriptors_and_no_thread(bare_environment: None) -> None:
+@pytest.mark.parametrize(
+    ("transport", "size", "groups", "most"),
+    [("shm", 6, 4, 8), ("tcp", 6, 4, 20), ("shm", 2, 61, 4), ("tcp", 2, 61, 8)],
+)
+def test_a_group_takes_few_descriptors_and_no_thread(
+    transport: str, size: int, groups: int, most: int, bare_environment: None
+) -> None:
     """Groups share the progress thread; links over shared memory need no sockets."""
 
-    def body(comm: gradwire.Communicator) -> tuple[int, int]:
+    def body(comm: gradwire.Communicator) -> tuple[float, int]:
         def use(each: gradwire.Communicator) -> None:
             each.all_reduce(np.ones(9, np.float32), async_op=True).wait()
             each.send(np.ones(9), (each.rank + 1) % each.size)
@@ -141,7 +144,7 @@ def test_a_group_takes_few_descriptors_and_no_thread(bare_environment: None) -> 
 
         use(comm)
         before = descriptors_and_threads()
-        parts = [comm.split(0) for _ in range(4)]
+        parts = [comm.split(0) for _ in range(groups)]
         for each in parts:
             assert each is not None
             use(each)
@@ -149,10 +152,10 @@ def test_a_group_takes_few_descriptors_and_no_thread(bare_environment: None) -> 
         for each in parts:
             each.close()
         assert descriptors_and_threads() == before
-        return (after[0] - before[0]) // len(parts), after[1] - before[1]
+        return (after[0] - before[0]) / len(parts), after[1] - before[1]
 
-    for descriptors, threads in gradwire.spawn(body, GROUP, timeout=LIMIT):
-        assert descriptors <= MOST_OF_A_GROUP
+    for descriptors, threads in gradwire.spawn(body, size, transports=[transport], timeout=LIMIT):
+        assert descriptors <= most
         assert threads == 0
 
 
