@@ -27,10 +27,10 @@ std::ptrdiff_t count_of(const std::string& what) {
 }
 
 // A thread that was joined may be counted for a moment.
-void expect_count(const std::string& what, std::ptrdiff_t wanted) {
-  for (const Deadline limit = Deadline::after(10); count_of(what) != wanted && !limit.passed();)
+void expect_no_more(const std::string& what, std::ptrdiff_t than) {
+  for (const Deadline limit = Deadline::after(10); count_of(what) > than && !limit.passed();)
     std::this_thread::yield();
-  EXPECT_EQ(count_of(what), wanted) << what;
+  EXPECT_LE(count_of(what), than) << what;
 }
 
 // One all_reduce, and its array.
@@ -184,6 +184,7 @@ TEST(Groups, EachWorksFailsAndEndsByItself) {
   using Fate = void (*)(Ranks&, const Threads&);
   constexpr Fate kFates[] = {works,     closes,        loses_a_rank, is_aborted,
                              disagrees, waits_in_vain, is_dropped,   is_split};
+  std::thread([] {}).join();  // the first one makes a sanitizer start one of its own
   const std::ptrdiff_t tasks = count_of("task"), descriptors = count_of("fd");
   const Threads threads = threads_of(kProcesses);
   for (int round = 0; round < kRounds; ++round) {
@@ -195,8 +196,8 @@ TEST(Groups, EachWorksFailsAndEndsByItself) {
       });
     for (std::thread& each : callers) each.join();
   }
-  expect_count("task", tasks);
-  expect_count("fd", descriptors);
+  expect_no_more("task", tasks);
+  expect_no_more("fd", descriptors);
 }
 
 // The program of rank 1 ends, which all groups learn, each by the calls that it has under way.
