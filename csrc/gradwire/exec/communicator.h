@@ -211,6 +211,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   // Drives: only one thread at a time does, the one that set driving_.
   void drive(std::unique_lock<std::mutex>& lock, const Work* until, const Interrupt& interrupt,
              unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
+  void begin_driving_locked(const Work* until);
   void end_driving(std::unique_lock<std::mutex>& lock, bool hands_over);
   bool step(const Interrupt& interrupt);
   bool take_over() override;
@@ -316,7 +317,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   Deadline checks_due_ = Deadline::after(0);
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  unsigned turns_ = 0;                       // since the last checks, about
+  unsigned turns_ = 0;                       // of this driver
   unsigned idle_turns_ = 0;                  // of the progress thread's, since something moved
   std::exception_ptr turn_error_;            // with which a turn of the progress thread failed
   int ended_links_ = 0;                      // peers' ends of which the links were told

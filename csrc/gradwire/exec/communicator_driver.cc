@@ -104,8 +104,7 @@ void Communicator::interrupt_or_abort(const Work& work, const Interrupt& interru
 void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
                          const Interrupt& interrupt, unsigned most_idle,
                          const std::function<void()>& slow) {
-  driving_ = true;
-  driven_for_ = until;
+  begin_driving_locked(until);
   lock.unlock();
   std::exception_ptr interruption;
   try {
@@ -123,6 +122,13 @@ void Communicator::drive(std::unique_lock<std::mutex>& lock, const Work* until,
   lock.lock();
   end_driving(lock, /*hands_over=*/most_idle == kNoIdleLimit);
   if (interruption) std::rethrow_exception(interruption);
+}
+
+// A driver first moves what has arrived, and then looks for failures, which may have come after it.
+void Communicator::begin_driving_locked(const Work* until) {
+  driving_ = true;
+  driven_for_ = until;
+  turns_ = 0;
 }
 
 void Communicator::end_driving(std::unique_lock<std::mutex>& lock, bool hands_over) {

@@ -24,8 +24,7 @@ void Communicator::serve_soon_locked() {
 bool Communicator::take_over() {
   const std::lock_guard lock(mutex_);
   if (driving_ || is_idle()) return false;
-  driving_ = true;
-  driven_for_ = nullptr;
+  begin_driving_locked(nullptr);
   return true;
 }
 

@@ -45,6 +45,41 @@ constexpr std::string_view kSchedules[] = {
     "binary_tree", "double_binary_tree",       "star",
     "direct",      "hierarchical(ring,direct)"};
 
+void broadcast(Communicator& comm) {
+  std::vector<float> x(1);
+  const Array arrays[] = {array_of(x)};
+  Request request;
+  request.collective = Collective::kBroadcast;
+  request.outputs = arrays;
+  if (comm.identity().rank == 0) request.inputs = arrays;
+  comm.run(request);
+}
+
+// What a rank sent before it failed counts, as where a program aborts after its last call. A call
+// also begins with a look at the control sockets, every 0.1 s, so only a quick rank can tell.
+TEST_P(Faults, ALaterFailureEndsNoCallWhoseDataIsThere) {
+  constexpr int kCalls = 16;  // as many as may be unread
+  bool was_quick = false;
+  for (int attempt = 0; attempt < 100 && !was_quick; ++attempt) {
+    Ranks ranks(2, GetParam());
+    const Deadline slow = Deadline::after(0.08);
+    ranks.run([](Communicator& comm) { reduce_vector(comm, 1); });
+    const Deadline checks = Deadline::after(0.03);
+    for (int i = 0; i < kCalls; ++i) broadcast(ranks[0]);
+    ranks[0].abort("enough");
+    while (!checks.passed()) std::this_thread::yield();
+    std::exception_ptr thrown;
+    try {
+      for (int i = 0; i < kCalls; ++i) broadcast(ranks[1]);
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    was_quick = !slow.passed();
+    if (was_quick) EXPECT_FALSE(thrown);
+  }
+  EXPECT_TRUE(was_quick);
+}
+
 TEST_P(Faults, AVanishedRankIsNamedByAllSurvivors) {
   for (std::string_view algorithm : kSchedules) {
     Ranks ranks(4, GetParam(), {}, {{0, 1}, {2, 3}}, /*mortal=*/true);
