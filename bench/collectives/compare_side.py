@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from gradwire._tuning.measure import case_of_bytes
+from gradwire.lab.tuning.measure import case_of_bytes
 
 from bench.collectives.rank_pool import RankPool
 

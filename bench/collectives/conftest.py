@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from gradwire import algorithms
-from gradwire._tuning.measure import COLLECTIVES, Case, case_of_bytes
+from gradwire.lab.tuning.measure import COLLECTIVES, Case, case_of_bytes
 
 from bench.collectives.rank_pool import RankPool
 

@@ -227,7 +227,7 @@ class _Turn:
 
     def time(self) -> float:
         """Seconds of a call."""
-        from gradwire._tuning import measure
+        from gradwire.lab.tuning import measure
 
         self._comm.barrier()
         start = measure.perf_counter()

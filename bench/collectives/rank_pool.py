@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import gradwire
 from gradwire import Communicator
-from gradwire._tuning import measure
-from gradwire._tuning.measure import Case
+from gradwire.lab.tuning import measure
+from gradwire.lab.tuning.measure import Case
 
 _ROUND_SECONDS = 0.01  # what one round of a fast case should take
 _MOST_CALLS = 500

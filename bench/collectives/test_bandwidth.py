@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradwire._tuning.measure import Case, Result
+from gradwire.lab.tuning.measure import Case, Result
 
 from bench.collectives.rank_pool import RankPool
 

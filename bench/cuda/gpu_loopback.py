@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import gradwire
-from gradwire._tuning.measure import COLLECTIVES
+from gradwire.lab.tuning.measure import COLLECTIVES
 
 from bench.cuda import gpu_arrays
 from bench.cuda.gpu_calls import Case, problems

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import CostModel
-from gradwire._planner.exchanges import PER_BUCKET, Cluster
-from gradwire._planner.steps import buckets, synchronous
-from gradwire._planner.walk import walk
-from gradwire._simulation.topology import flat
+from gradwire.lab.planner.exchanges import PER_BUCKET, Cluster
+from gradwire.lab.planner.steps import buckets, synchronous
+from gradwire.lab.planner.walk import walk
+from gradwire.lab.simulation.topology import flat
 from torch import nn
 
 from bench.common import job, result_files

@@ -10,19 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as _Sequence
+import importlib as _importlib
+from typing import TYPE_CHECKING
 
-from gradwire import _core, codec
-from gradwire._base import arguments as _arguments
-from gradwire._base import environment as _environment
-from gradwire._base.deadline import Deadline as _Deadline
-from gradwire._bootstrap import joining as _joining
-from gradwire._bootstrap import launch_info as _launch_info
-from gradwire._bootstrap import rendezvous as _rendezvous
-from gradwire._bootstrap.job_secret import find_secret as _find_secret
-from gradwire._calls.work import Work
-from gradwire._communicator import Communicator, Traffic
-from gradwire._communicator import from_mesh as _from_mesh
+from gradwire import _core
 from gradwire._errors import (
     Aborted,
     Error,
@@ -32,16 +23,20 @@ from gradwire._errors import (
     Timeout,
     TransportError,
 )
-from gradwire._errors import JobOver as _JobOver
-from gradwire._feedback import ErrorFeedback
-from gradwire._launch import at_exit as _at_exit
-from gradwire._launch import restarted as _restarted
-from gradwire._model import CostModel
-from gradwire._planner.advice import Advice, advise
-from gradwire._schedules.report import Edge, Report, Shape
-from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
-from gradwire._spawn import spawn
-from gradwire._trace.session import trace
+from gradwire._launch import at_exit as _at_exit  # noqa: F401 - before what programs do at exit
+
+if TYPE_CHECKING:
+    from gradwire import codec
+    from gradwire._calls.work import Work
+    from gradwire._communicator import Communicator, Traffic
+    from gradwire._feedback import ErrorFeedback
+    from gradwire._init import init, join
+    from gradwire._model import CostModel
+    from gradwire._schedules.report import Edge, Report, Shape
+    from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
+    from gradwire._spawn import spawn
+    from gradwire._trace.session import trace
+    from gradwire.lab.planner.advice import Advice, advise
 
 __version__ = "0.1.0"
 
@@ -74,120 +69,44 @@ __all__ = [
     "trace",
 ]
 
-
-def init(
-    *,
-    rank: int | None = None,
-    size: int | None = None,
-    store: str | None = None,
-    transports: _Sequence[str] | None = None,
-    timeout: float = 300,
-    secret: bytes | str | None = None,
-    elastic: bool = False,
-) -> Communicator:
-    """Connects this rank to all others; returns the communicator. Every rank calls it as often.
-
-    Rank and size come from the environment that torchrun, `gradwire run`, mpirun or srun sets;
-    without any of them there is one rank. To give them explicitly, give both and a `store`:
-    ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks (GRADWIRE_STORE).
-
-    `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT). The default is shm, rdma,
-    tcp, without rdma where it cannot be used; each pair of ranks takes the first that both have.
-    `timeout`, in seconds, is for connecting, and the default for every operation. `secret`
-    (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) authenticates the ranks to each other: at least 16
-    bytes, required for a ``tcp://`` store, on loopback too (GRADWIRE_INSECURE).
-
-    With `elastic`, a process that `gradwire run --min` has started anew (GRADWIRE_JOIN) calls
-    `join` instead: then ``comm.joined`` is not 0, and it needs the others' state. Where these have
-    come to the end, there is nothing to do, and the program ends with exit code 0 (SystemExit).
-
-    Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
-    dies meanwhile, and InvalidArgument.
-    """
-    _environment.check()
-    if (rank is None) != (size is None):
-        raise InvalidArgument("rank= and size= are given together, or neither")
-    elastic = _arguments.flag(elastic, "elastic")
-    if rank is not None and size is not None:
-        launch = _launch_info.explicit(rank, size, store)
-    elif store is not None:
-        raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
-    else:
-        launch = _launch_info.from_environment()
-        if _environment.flag("GRADWIRE_JOIN"):
-            if elastic:
-                return _restarted.joined(
-                    lambda: join(transports=transports, timeout=timeout, secret=secret)
-                )
-            raise RendezvousError(
-                f"this process replaces rank {launch.rank}, which failed, and the other ranks go "
-                "on without init(): call init(elastic=True), or gradwire.join(), and take their "
-                "state, or start the program without `gradwire run --min`"
-            )
-    limit = _arguments.seconds(timeout)
-    return _rendezvous.meet(
-        launch,
-        lambda mesh: _from_mesh(mesh, timeout=limit),
-        timeout=limit,
-        transports=transports,
-        secret=secret,
-    )
-
-
-def join(
-    *,
-    store: str | None = None,
-    transports: _Sequence[str] | None = None,
-    timeout: float = 300,
-    secret: bytes | str | None = None,
-) -> Communicator:
-    """Joins a job that runs: waits until its ranks call `Communicator.resize`, and lets them in.
-
-    A new process calls it, and becomes the last rank, or one of the last, of the communicator that
-    it returns: its `joined` last ranks have just come, and need the state of the training from the
-    others. The members let it in at the next place where they call `resize`, which
-    `Communicator.should_resize` tells them to.
-
-    `store` is where the job's ranks met, ``tcp://HOST:PORT``, ``unix://NAME`` or torchrun's
-    ``torch://MASTER_ADDR:MASTER_PORT``, or what they passed to `resize`; the default is that of the
-    launcher's environment, as in `init`, or GRADWIRE_STORE. The job's name (GRADWIRE_JOB) and its
-    `secret` are those of the members; only a ``unix://`` store needs none.
-    `transports` are as in `init`. `timeout`, in seconds, is for being let in, and the default for
-    every operation.
-
-    Raises RendezvousError when nobody has let it in by then, or, two seconds later, when rank 0 has
-    closed its communicator, so that the job is over, unless others go on; twelve seconds later
-    where the store alone says so; and InvalidArgument.
-    """
-    _environment.check()
-    launch = _launch_info.from_environment()
-    limit = _arguments.seconds(timeout)
-    where = store if store is None else _arguments.text(store, "store")
-    where = where or launch.store or _environment.text("GRADWIRE_STORE")
-    if where is None:
-        raise InvalidArgument(
-            "join() needs store='tcp://HOST:PORT', where the job's ranks met, or GRADWIRE_STORE"
-        )
-    asking = _joining.Asking(
-        launch.job if launch.size > 1 else _environment.text("GRADWIRE_JOB") or launch.job,
-        launch.rank if launch.size > 1 else -1,
-        where,
-        _find_secret(secret),
-        _rendezvous.choose_transports(transports),
-    )
-    try:
-        joined = _joining.join(
-            asking,
-            lambda mesh, seconds: _from_mesh(mesh, timeout=limit, connect_timeout=seconds),
-            _Deadline(limit),
-        )
-    except _JobOver:
-        _at_exit.note_late()
-        raise
-    _at_exit.note_joined()
-    return joined
+# The modules of the names above that are loaded when a program first uses them.
+_HOMES = {
+    "Advice": "gradwire.lab.planner.advice",
+    "Communicator": "gradwire._communicator",
+    "CostModel": "gradwire._model",
+    "Edge": "gradwire._schedules.report",
+    "ErrorFeedback": "gradwire._feedback",
+    "Report": "gradwire._schedules.report",
+    "Schedule": "gradwire._schedules.schedule",
+    "ScheduleBuilder": "gradwire._schedules.schedule",
+    "Shape": "gradwire._schedules.report",
+    "Traffic": "gradwire._communicator",
+    "Work": "gradwire._calls.work",
+    "advise": "gradwire.lab.planner.advice",
+    "algorithms": "gradwire._schedules.schedule",
+    "codec": "gradwire.codec",
+    "init": "gradwire._init",
+    "join": "gradwire._init",
+    "spawn": "gradwire._spawn",
+    "trace": "gradwire._trace.session",
+}
 
 
 def codecs() -> list[str]:
     """The names that ``codec=`` takes, which may have parameters: ``"fp16:scale=1024"``."""
     return _core.codec_names()
+
+
+if not TYPE_CHECKING:  # type checkers read the imports above
+
+    def __getattr__(name: str) -> object:
+        """Loads the module of a name at its first use (PEP 562)."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        home = _importlib.import_module(_HOMES[name])
+        globals()[name] = found = home if name == "codec" else getattr(home, name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

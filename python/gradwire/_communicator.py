@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire import _core, _model
 from gradwire._arrays.buffers import Buffers, Place
@@ -42,7 +42,11 @@ from gradwire._launch import at_exit
 from gradwire._model import CostModel
 from gradwire._trace import session
 from gradwire._trace.track import Place as TracePlace
-from gradwire._tuning import fit
+
+if TYPE_CHECKING:
+    from gradwire.lab.tuning.fit import Timing
+
+at_exit.call_last(session.write_part)
 
 
 class Traffic(NamedTuple):
@@ -274,12 +278,14 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._tune(arguments.seconds(seconds, "seconds"))
         return self.cost_model
 
-    def _tune(self, seconds: float) -> list[fit.Timing]:
+    def _tune(self, seconds: float) -> list[Timing]:
         """Does what `tune` does; returns what it has measured, on rank 0."""
         if self.size == 1:
             return []
+        from gradwire.lab.tuning.fit import tune
+
         hosts = host_set(self._mesh)
-        self._mesh.model, timings = fit.tune(self, hosts, seconds=seconds, progress=None)
+        self._mesh.model, timings = tune(self, hosts, seconds=seconds, progress=None)
         self._core.set_model(self._mesh.model)
         self._clear_call_cache()
         return timings

@@ -27,7 +27,6 @@ from typing import Any, Protocol
 from gradwire import _core
 from gradwire._base import environment
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
-from gradwire._trace import session
 
 _EXIT_SECONDS = 1.0  # for calls in flight when the interpreter ends
 _LEAST_SETTLE = 0.1  # seconds, after waiting for other communicators
@@ -40,6 +39,7 @@ _MOST_TEXT = 400  # characters of an exception that are sent to the others
 
 _open: weakref.WeakSet[_Communicator] = weakref.WeakSet()
 _users: weakref.WeakSet[_User] = weakref.WeakSet()
+_last: list[Callable[[], None]] = []
 _unsettled: list[tuple[_core.Communicator, float]] = []  # with their timeouts
 _noted: set[int] = set()  # processes (this one and its parents) that wrote a note
 
@@ -83,6 +83,11 @@ def track(communicator: _Communicator) -> None:
     _open.add(communicator)
     if not isinstance(sys.excepthook, _Hook):  # also if the program has set its own meanwhile
         sys.excepthook = _Hook(sys.excepthook)
+
+
+def call_last(call: Callable[[], None]) -> None:
+    """Calls it at the end of the program, after all communicators are closed."""
+    _last.append(call)
 
 
 def outlive(core: _core.Communicator, timeout: float) -> None:
@@ -196,7 +201,8 @@ def _close_all() -> None:
     ]
     found = [error for error in map(_error_of, closing) if error is not None]
     _core.await_calls(_EXIT_SECONDS)
-    session.write_part()
+    for call in _last:
+        call()
     note(_text(found[0]) if found else "", is_consequence=False, at=None if found else began)
     for error in found:
         print(_text(error), file=sys.stderr, flush=True)

@@ -15,7 +15,6 @@ from gradwire import _core
 from gradwire._base import arguments
 from gradwire._base.arguments import whole
 from gradwire._errors import InvalidArgument
-from gradwire._schedules.drawing import draw
 from gradwire._schedules.report import Edge, Report, Shape
 
 
@@ -159,6 +158,8 @@ class Schedule:
 
     def draw(self) -> str:
         """Draws a space-time diagram as SVG text: ranks downwards, rounds to the right."""
+        from gradwire.lab.drawing import draw
+
         return draw(self._core, self.rounds, self.verify())
 
     def __eq__(self, other: object) -> bool:

@@ -1,1 +1,1 @@
-"""The command `gradwire`: run, bench, tune, doctor and schedule."""
+"""The command `gradwire`, with its subcommands run, doctor, serve and schedule."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
-from gradwire._tools import advise, bench, doctor, simulate, status, trace, tune
+from gradwire._tools import doctor, status
+from gradwire.lab.commands import advise, bench, simulate, trace, tune
 from gradwire.serve import Server
 from gradwire.serve._directory import MOST_SHARDS
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import gradwire
 import pytest
-from gradwire._planner import published
-from gradwire._planner.advice import Advice
 from gradwire._tools import cli
+from gradwire.lab.planner import published
+from gradwire.lab.planner.advice import Advice
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 from gradwire import CostModel
-from gradwire._planner import steps
-from gradwire._planner.exchanges import Cluster, payload, payloads, usual_share
-from gradwire._planner.tables.catalogue import network
-from gradwire._planner.tables.network import EMBEDDING, Network
-from gradwire._planner.tables.shapes import dense
-from gradwire._simulation.topology import flat
+from gradwire.lab.planner import steps
+from gradwire.lab.planner.exchanges import Cluster, payload, payloads, usual_share
+from gradwire.lab.planner.tables.catalogue import network
+from gradwire.lab.planner.tables.network import EMBEDDING, Network
+from gradwire.lab.planner.tables.shapes import dense
+from gradwire.lab.simulation.topology import flat
 
 
 def cluster(ranks: int = 4, link: str = "1gbit,50us") -> Cluster:

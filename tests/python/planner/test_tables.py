@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gradwire import InvalidArgument
-from gradwire._planner.tables.catalogue import TABLES, network
+from gradwire.lab.planner.tables.catalogue import TABLES, network
 
 # Of the papers' authors or of the usual implementations, which agree to the parameter.
 PARAMETERS = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from gradwire._planner.tables.catalogue import network
-from gradwire._planner.tables.network import Network
-from gradwire._planner.tables.transformers import embedding
-from gradwire._planner.volumes import total, volumes
+from gradwire.lab.planner.tables.catalogue import network
+from gradwire.lab.planner.tables.network import Network
+from gradwire.lab.planner.tables.transformers import embedding
+from gradwire.lab.planner.volumes import total, volumes
 
 
 def test_a_ring_sends_twice_all_but_a_share() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gradwire import InvalidArgument
-from gradwire._planner.tables.catalogue import network
-from gradwire._planner.walk import walk
+from gradwire.lab.planner.tables.catalogue import network
+from gradwire.lab.planner.walk import walk
 from torch import nn
 
 HERE = __name__

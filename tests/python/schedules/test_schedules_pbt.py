@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from gradwire import Schedule, algorithms
 from gradwire._schedules.schedule import edges_of
-from gradwire._tuning.measure import COLLECTIVES
+from gradwire.lab.tuning.measure import COLLECTIVES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

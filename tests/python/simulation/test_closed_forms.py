@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 from gradwire import InvalidArgument, Schedule
-from gradwire._simulation import closed_forms, exchange
-from gradwire._simulation.topology import flat, parse
+from gradwire.lab.simulation import closed_forms, exchange
+from gradwire.lab.simulation.topology import flat, parse
 
 FLAT = ("ring", "halving_doubling", "recursive_doubling", "binary_tree", "double_binary_tree")
 NESTED = ("hierarchical(direct,ring)", "hierarchical(direct,halving_doubling)")

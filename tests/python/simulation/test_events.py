@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gradwire import InvalidArgument, Schedule
-from gradwire._simulation import closed_forms, exchange
-from gradwire._simulation.exchange import EVENTS, _on_network
-from gradwire._simulation.topology import flat, parse
+from gradwire.lab.simulation import closed_forms, exchange
+from gradwire.lab.simulation.exchange import EVENTS, _on_network
+from gradwire.lab.simulation.topology import flat, parse
 
 ALGORITHMS = (
     "ring",

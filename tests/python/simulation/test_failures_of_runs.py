@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gradwire import InvalidArgument
-from gradwire._simulation.checkpoints import Failures
-from gradwire._simulation.stragglers import slowest
+from gradwire.lab.simulation.checkpoints import Failures
+from gradwire.lab.simulation.stragglers import slowest
 
 RUN = Failures(between=1e7, hosts=1000, checkpoint=100.0, restart=50.0)  # one in 10,000 s
 

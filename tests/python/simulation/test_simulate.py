@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from gradwire import Schedule
-from gradwire._simulation.runs import simulate
-from gradwire._simulation.topology import flat
 from gradwire._tools import cli
+from gradwire.lab.simulation.runs import simulate
+from gradwire.lab.simulation.topology import flat
 
 LARGE = "8 per host, 400gbit, 5us; 32 hosts a rack, oversubscription 2, 1us; 512 racks a hall"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gradwire import CostModel, InvalidArgument
-from gradwire._simulation.topology import flat, parse
+from gradwire.lab.simulation.topology import flat, parse
 
 
 def test_levels_are_read_from_the_inside_out() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Communicator
-from gradwire._tools import bench as _bench
 from gradwire._tools import cli
-from gradwire._tuning import measure
-from gradwire._tuning.measure import COLLECTIVES, Case
+from gradwire.lab.commands import bench as _bench
+from gradwire.lab.tuning import measure
+from gradwire.lab.tuning.measure import COLLECTIVES, Case
 from ranks import LIMIT, run
 
 BENCH_OPTIONS = ("-b", "64", "-e", "4K", "-f", "8", "-n", "2", "-w", "1")

@@ -24,8 +24,8 @@ from gradwire import (
     _model,
 )
 from gradwire._model import HostSet
-from gradwire._tuning.fit import Fit, Timing, _cases
-from gradwire._tuning.measure import Case
+from gradwire.lab.tuning.fit import Fit, Timing, _cases
+from gradwire.lab.tuning.measure import Case
 from ranks import LIMIT, run
 
 HOSTS = HostSet((("one", 2), ("two", 2)), "shm", "tcp")
@@ -122,7 +122,7 @@ def test_all_ranks_have_rank_0s_model(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_ranks_that_run_are_tuned(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gradwire._tuning.fit._MOST_FIT_SECONDS", 0.3)
+    monkeypatch.setattr("gradwire.lab.tuning.fit._MOST_FIT_SECONDS", 0.3)
 
     def body(comm: Communicator) -> CostModel:
         model = comm.tune(seconds=0.3)

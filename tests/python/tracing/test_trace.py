@@ -11,8 +11,9 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-from gradwire._trace import clock, merge, session, summary
+from gradwire._trace import clock, merge, session
 from gradwire._trace import parts as trace_parts
+from gradwire.lab import trace_summary as summary
 from traces import categories, encloses, of, read, sent_bytes
 
 CALLS = 3

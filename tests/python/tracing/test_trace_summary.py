@@ -8,8 +8,8 @@ from typing import Any
 
 import gradwire
 import pytest
-from gradwire._trace import summary
-from gradwire._trace.summary import RankSummary, Summary
+from gradwire.lab import trace_summary as summary
+from gradwire.lab.trace_summary import RankSummary, Summary
 
 CALL = {"communicator": 0, "call": 1, "bytes_before": 400, "bytes_after": 100}
 

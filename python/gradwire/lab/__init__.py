@@ -1,0 +1,1 @@
+"""Predictions, measurements and drawings: what studies training, and no training needs."""

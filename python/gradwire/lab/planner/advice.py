@@ -1,0 +1,233 @@
+"""Advice on a model and a cluster: bytes, step times, and whether more ranks are worth it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gradwire._base import arguments
+from gradwire._errors import InvalidArgument
+from gradwire._model import CostModel
+from gradwire.lab.planner import devices, judgement, report, walk
+from gradwire.lab.planner.exchanges import PER_BUCKET, Cluster, ratio, wire_codec
+from gradwire.lab.planner.findings import Findings
+from gradwire.lab.planner.steps import (
+    SYNCHRONOUS,
+    Prediction,
+    accumulated,
+    buckets,
+    local,
+    server,
+    synchronous,
+)
+from gradwire.lab.planner.tables import catalogue
+from gradwire.lab.planner.tables.network import Network
+from gradwire.lab.planner.volumes import volumes
+from gradwire.lab.simulation.exchange import check_codec
+from gradwire.lab.simulation.topology import Topology, flat
+
+CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
+Progress = Callable[[float, str], None]
+_PREDICTED, _JUDGED = 0.6, 0.8  # of the progress: all steps are predicted, sentences are made
+
+
+class Advice(Findings):
+    """The result of `advise`; its str is a report.
+
+    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
+    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
+    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
+    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
+    less than a tenth of a step, without a codec; None if there is none.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON: bytes, seconds, shares."""
+        return report.to_dict(self)
+
+    def __str__(self) -> str:
+        return report.text(self)
+
+    def __repr__(self) -> str:
+        best = f"{self.best.algorithm} with {self.best.codec}"
+        return f"<Advice {self.network.name} on {self.ranks} ranks: {best}>"
+
+
+def advise(
+    model: str,
+    *,
+    ranks: int,
+    link: str,
+    per_host: int = 1,
+    batch: int = 32,
+    compute: float | None = None,
+    device: str = "a100",
+    sample: str | Sequence[str] | None = None,
+    cores: int | None = None,
+    codecs: Sequence[str] = CODECS,
+    accumulate: int = 4,
+    local_steps: int = 16,
+    cost_model: CostModel | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Predicts how a model trains on `ranks` ranks: bytes, step times, and what is worth it.
+
+    `model` is a name of the catalogue (resnet50, gpt2, vgg16, …), or ``module:callable`` that
+    returns a torch module, which is walked on the meta device with one `sample`: its shape without
+    the batch, as "3,224,224" or "1024:int64", or a list of them for a forward of several inputs.
+    Hosts have `per_host` ranks, and are joined by a `link`, as "10gbit,50us". `compute` is the
+    milliseconds of a step of one rank alone, with `batch` samples; without it they are estimated
+    for a `device`: h200, h100, a100 or cpu. Where ranks compute on a host's `cores`, those that
+    share one take turns, and without a spare one nothing is averaged during backward.
+
+    Steps are predicted for every algorithm and each of `codecs`: synchronous, accumulated over
+    `accumulate` steps, as local SGD with `local_steps`, and beside an asynchronous server.
+    `cost_model` replaces the built-in one, but for the rate and latency of `link`. `progress` is
+    called with the share that is done, and a text.
+
+    Raises InvalidArgument for an unknown model, one that cannot be walked, or impossible numbers.
+    """
+    network = _network(model, sample)
+    ranks = arguments.whole(ranks, "ranks", least=1)
+    batch = arguments.whole(batch, "batch", least=1)
+    here = devices.device(arguments.text(device, "device"))
+    seconds, assumptions = _compute(network, batch, compute, here)
+    topology = _topology(link, per_host, here)
+    base = cost_model or devices.cost_model(here)
+    cluster = Cluster(ranks, topology, base, **_sharing(cores, topology.per_host, here))
+    seconds *= cluster.turns
+    modes = _Modes(
+        arguments.whole(accumulate, "accumulate", least=1),
+        arguments.whole(local_steps, "local_steps", least=1),
+    )
+    names = _codecs(codecs)
+    tell = progress or (lambda *_: None)
+    predictions = _predict(network, seconds, cluster, names, modes, tell)
+    return _advice(network, batch, seconds, cluster, predictions, assumptions, tell)
+
+
+def _advice(
+    network: Network,
+    batch: int,
+    compute: float,
+    cluster: Cluster,
+    predictions: Sequence[Prediction],
+    assumptions: Sequence[str],
+    progress: Progress,
+) -> Advice:
+    progress(_PREDICTED, "what pays")
+    best, second = _two_best(predictions)
+    judge = judgement.Judge(network, batch, compute, cluster, predictions)
+    sentences = tuple(judge.sentences())
+    progress(_JUDGED, "scaling")
+    found = Advice(
+        network=network,
+        ranks=cluster.ranks,
+        batch=batch,
+        compute=compute,
+        cluster=cluster,
+        volumes=tuple(volumes(network, cluster.ranks, batch)),
+        predictions=tuple(predictions),
+        best=best,
+        second=second,
+        sentences=sentences,
+        weak=tuple(judge.weak()),
+        strong=tuple(judge.strong()),
+        least_batch=judge.least_batch(),
+        assumptions=(*assumptions, *_ASSUMPTIONS),
+    )
+    progress(1.0, "")
+    return found
+
+
+_ASSUMPTIONS = (
+    "backward takes two thirds of computing, layers by their operations; buckets are torch's",
+    "codecs may cost accuracy: docs/compression.md has what was measured",
+)
+
+
+@dataclass(frozen=True)
+class _Modes:
+    accumulate: int
+    local_steps: int
+
+
+def _codecs(given: Sequence[str]) -> list[str]:
+    """The codecs, each once, after "none"."""
+    texts = arguments.items(given, "codecs", 'a list of codecs: ["fp16", "int8"]')
+    return list(dict.fromkeys(["none", *(check_codec(arguments.text(x, "codecs")) for x in texts)]))
+
+
+def _sharing(cores: int | None, per_host: int, device: devices.Device) -> dict[str, Any]:
+    """Cluster's arguments for ranks that compute on cores."""
+    if cores is None:
+        return {} if device.inside is not None else {"per_bucket": PER_BUCKET}
+    count = arguments.whole(cores, "cores", least=1)
+    turns = max(1.0, per_host / count)
+    return {"turns": turns, "per_bucket": PER_BUCKET, "overlaps": count > per_host}
+
+
+def _network(model: str, sample: str | Sequence[str] | None) -> Network:
+    name = arguments.text(model, "model")
+    if ":" in name:
+        return walk.walk(name, sample)
+    return catalogue.network(name)
+
+
+def _compute(
+    network: Network, batch: int, given: float | None, device: devices.Device
+) -> tuple[float, list[str]]:
+    if given is not None:
+        if not math.isfinite(milliseconds := arguments.seconds(given, "compute")):
+            raise InvalidArgument(f"compute={given} is not finite")
+        return milliseconds / 1e3, []
+    seconds = device.seconds(3 * network.flops * batch)
+    if not seconds > 0:
+        raise InvalidArgument(f"{network.name} has no operations that can be counted: give compute")
+    return seconds, [device.assumption()]
+
+
+def _topology(link: str, per_host: int, device: devices.Device) -> Topology:
+    each = arguments.whole(per_host, "per_host", least=1)
+    inside = None if device.inside is None else f"{device.inside / 1e9}gbit"
+    return flat(arguments.text(link, "link"), each, inside)
+
+
+def _predict(
+    network: Network,
+    compute: float,
+    cluster: Cluster,
+    codecs: Sequence[str],
+    modes: _Modes,
+    progress: Progress,
+) -> list[Prediction]:
+    parts = buckets(network)
+    layers = list(network.layers)
+    found: list[Prediction] = []
+    pairs = [(codec, name) for codec in codecs for name in cluster.algorithms(codec)]
+    for index, (codec, algorithm) in enumerate(pairs):
+        progress(_PREDICTED * index / len(pairs), f"{algorithm}, {codec}")
+        step = synchronous(parts, compute, cluster, algorithm, codec)
+        averaged = partial(local, parts, compute, cluster, algorithm, codec)
+        found += [step, accumulated(step, modes.accumulate), averaged(modes.local_steps)]
+    for codec in codecs:
+        if codec == wire_codec(codec):
+            found.append(server(parts, compute, cluster, codec, ratio(layers, codec)))
+    return found
+
+
+def _two_best(found: Sequence[Prediction]) -> tuple[Prediction, Prediction]:
+    """The best synchronous step and the next, by another codec or algorithm."""
+    left = [each for each in found if each.mode == SYNCHRONOUS]
+    best = _best(left)
+    return best, _best([each for each in left if each is not best] or left)
+
+
+def _best(found: Sequence[Prediction]) -> Prediction:
+    """The fastest step, or one that is hardly slower and changes training less."""
+    least = min(each.step for each in found)
+    near = [each for each in found if each.step <= judgement.WORTH * least]
+    return min(near, key=lambda each: (judgement.loss(each.codec), each.step))
