@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire import _core
+from gradwire._base.tables import table
 from gradwire._errors import Error
 
 if TYPE_CHECKING:
@@ -78,12 +80,8 @@ class Group(NamedTuple):
         """Formats the group for people."""
         rows = [_HEADS, *map(_cells, self.ranks)]
         rows += [(str(rank), "-", "not found", "", "", "") for rank in self.missing()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*self._title(), *(f"  {line}" for line in lines), *self.conclusions()])
+        ranks = textwrap.indent(table(rows, left=len(_HEADS)), "  ")
+        return "\n".join([*self._title(), ranks, *self.conclusions()])
 
     def missing(self) -> list[int]:
         """The ranks that were not found on this host."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradwire._base.tables import table
 from gradwire._errors import InvalidArgument
 from gradwire._trace.merge import VERSION
 
@@ -71,7 +72,7 @@ class Summary:
         return {**asdict(self), "shares": {name: self.share(name) for name in shares}}
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self), "", *_remarks(self), "", self.advice])
+        return "\n".join([_table(self), "", *_remarks(self), "", self.advice])
 
 
 def summarize(path: Path) -> Summary:
@@ -263,14 +264,13 @@ def _culprit(call: Mapping[int, Mapping[int, float]], longest: Mapping[int, floa
 # ---- Text --------------------------------------------------------------------------------------
 
 
-def _table(found: Summary) -> Iterable[str]:
-    names = ("seconds", "compute", "transfer", "codec", "waiting", "hidden")
-    yield f"{'rank':<6}" + "".join(f"{name:>10}" for name in names)
+def _table(found: Summary) -> str:
+    names = ("compute", "transfer", "codec", "waiting", "hidden")
+    rows: list[tuple[str, ...]] = [("rank", "seconds", *names)]
     for each in found.ranks:
-        shares = (each.compute, each.transfer, each.codec, each.waiting, each.hidden)
-        yield f"{each.rank:<6}{each.seconds:>10.3f}" + "".join(
-            f"{share:>10.1%}" for share in shares
-        )
+        shares = (f"{getattr(each, name):.1%}" for name in names)
+        rows.append((str(each.rank), f"{each.seconds:.3f}", *shares))
+    return table(rows)
 
 
 def _remarks(found: Summary) -> Iterable[str]:

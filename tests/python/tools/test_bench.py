@@ -84,7 +84,7 @@ def test_all_types_and_ops_go_together_as_they_can():
         (("-o", "all", "--plot", "x.png"), "--plot draws one type and one op"),
         (("-r", "2"), "--root 2 is no rank of 2"),
         (("-c", "-1"), "--check at least 0"),
-        (("-i", "0"), "--step-bytes 0 does not grow"),
+        (("-i", "0.5"), "--step-bytes 0 does not grow"),
         (("--algorithm", "gather(pigeon)"), "all_gather has no algorithm 'pigeon'"),
         (("--collective", "broadcast", "--algorithm", "gather"), "no algorithm 'gather'"),
     ],
@@ -94,6 +94,13 @@ def test_what_does_not_fit_together_is_refused(
 ):
     assert cli.main(["bench", *options]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["0", "-1K", "much"])
+def test_what_is_no_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", f"--step-bytes={size}"])
+    assert repr(size) in capsys.readouterr().err
 
 
 def test_json_says_what_was_measured():

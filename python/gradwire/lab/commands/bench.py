@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gradwire import _core
 from gradwire._arrays.operands import REDUCIBLE
+from gradwire._base import units
 from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import InvalidArgument, ScheduleError
@@ -27,7 +28,6 @@ from gradwire.lab.tuning.measure import Result
 if TYPE_CHECKING:
     from gradwire._communicator import Communicator
 
-_SCALES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEADINGS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
 _COLUMNS = (*_HEADINGS, "#wrong")
 _WIDTHS = (12, 12, 9, 6, 12, 12, 12, 8)
@@ -109,13 +109,10 @@ def _type(text: str) -> str:
 
 
 def _bytes(text: str) -> int:
-    digits, scale = text.upper().removesuffix("B"), ""
-    if digits[-1:] in _SCALES:
-        digits, scale = digits[:-1], digits[-1:]
     try:
-        return int(digits) * _SCALES[scale]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use 4, 64K, 16M") from None
+        return int(units.size(text))
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _names(text: str) -> list[str]:

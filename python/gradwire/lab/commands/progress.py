@@ -1,13 +1,18 @@
-"""A progress bar that appears when a command takes more than two seconds."""
+"""The progress bar of commands: at once, or when one takes more than two seconds."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from gradwire.lab.commands.tune import progress_bar
-
 _PATIENCE = 2.0  # seconds
+
+
+def progress_bar(done: float, what: str) -> None:
+    """Draws a progress bar on stderr, in place; `done` is from 0 to 1."""
+    full = round(32 * done)
+    text = f"\r[{'#' * full}{'.' * (32 - full)}] {100 * done:3.0f} %  {what}"
+    print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)
 
 
 class LateBar:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gradwire._base import units
+from gradwire._base.tables import table
 from gradwire._errors import InvalidArgument
 from gradwire._schedules.schedule import Schedule
 from gradwire.lab.commands import plots
 from gradwire.lab.commands.progress import LateBar
-from gradwire.lab.planner.report import table
 from gradwire.lab.simulation import runs
 from gradwire.lab.simulation.checkpoints import Failures
 from gradwire.lab.simulation.exchange import EVENTS

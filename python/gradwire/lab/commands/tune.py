@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire import _core, _model
+from gradwire._base.tables import table
 from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._communicator import Communicator
@@ -16,6 +17,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._init import init
 from gradwire._launch import launcher
 from gradwire._model import CostModel, HostSet
+from gradwire.lab.commands.progress import progress_bar
 from gradwire.lab.tuning import gpus
 from gradwire.lab.tuning.fit import Progress, Timing, tune
 
@@ -83,17 +85,10 @@ def _measure(
     return core, timings, comm._gpu_links
 
 
-def progress_bar(done: float, what: str) -> None:
-    """Draws a progress bar on stderr, in place; `done` is from 0 to 1."""
-    full = round(32 * done)
-    text = f"\r[{'#' * full}{'.' * (32 - full)}] {100 * done:3.0f} %  {what}"
-    print(f"{text:<79}", end="\n" if done >= 1 else "", file=sys.stderr, flush=True)
-
-
 def _report(what: str, timings: Sequence[Timing]) -> str:
-    lines = [f"cost model of {what}", "", _row("collective", "algorithm", "bytes", "us", "model")]
-    lines += [
-        _row(
+    rows = [("collective", "algorithm", "bytes", "us", "model")]
+    rows += [
+        (
             each.case.collective,
             each.case.algorithm,
             str(each.case.nbytes),
@@ -103,15 +98,8 @@ def _report(what: str, timings: Sequence[Timing]) -> str:
         for each in timings
     ]
     close = sum(each.close for each in timings)
-    return "\n".join([*lines, "", f"{close} of {len(timings)} cases are within 20 %"])
-
-
-def _row(*cells: str) -> str:
-    widths = (-12, -20, 10, 12, 12)
-    return " ".join(
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
-        for cell, width in zip(cells, widths, strict=True)
-    )
+    last = f"{close} of {len(timings)} cases are within 20 %"
+    return f"cost model of {what}\n\n{table(rows, left=2)}\n\n{last}"
 
 
 def _as_json(what: str, model: CostModel, timings: Sequence[Timing]) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradwire._base.tables import table
 from gradwire._model import CostModel
 from gradwire.lab.planner import devices
 from gradwire.lab.planner.exchanges import Cluster
-from gradwire.lab.planner.report import table
 from gradwire.lab.planner.steps import buckets, synchronous
 from gradwire.lab.planner.tables import catalogue
 from gradwire.lab.planner.tables.network import LINEAR, Layer, Network

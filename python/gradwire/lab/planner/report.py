@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gradwire._base.tables import table
 from gradwire._base.units import show_bytes, show_seconds
 from gradwire.lab.planner.exchanges import describe, ratio
 from gradwire.lab.planner.findings import Findings
@@ -21,19 +22,6 @@ def text(advice: Findings) -> str:
         parts += [_synchronous(advice), _modes(advice), _scaling(advice)]
     parts += ["\n".join(advice.sentences), _batch(advice), _assumed(advice)]
     return "\n\n".join(parts)
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    lines = [list(map(str, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def to_dict(advice: Findings) -> dict[str, Any]:
