@@ -357,7 +357,9 @@ class CostModel:
     def parameters(self) -> dict[str, float]: ...
     @property
     def digest(self) -> int: ...
-    # Seconds; `bytes` are those of all chunks together, `hosts` the ranks of each.
+    # Seconds; `bytes` are those of all chunks together, `hosts` the ranks of each. `levels` are
+    # groups of hosts from the inside out: ranks, seconds per byte, latency, number of uplinks. Rank
+    # 0 and its host's link are `slow` times slower.
     def predict(
         self,
         schedule: Schedule,
@@ -365,6 +367,8 @@ class CostModel:
         hosts: Sequence[Sequence[int]] = ...,
         codec: Codec | None = None,
         most_message: float = ...,
+        levels: Sequence[tuple[int, float, float, int]] = ...,
+        slow: float = 1.0,
     ) -> float: ...
     # Of an all_reduce of `bytes` whose inputs all ranks get.
     def predict_gathered(

@@ -18,6 +18,7 @@ namespace {
 
 using schedule::CostModel;
 using Groups = std::vector<std::vector<Rank>>;
+using Levels = std::vector<std::tuple<int, double, double, int>>;
 
 std::map<std::string, double> parameters(const CostModel& model) {
   const auto all = model.parameters();
@@ -36,9 +37,13 @@ schedule::Question question(const CostModel& model, int ranks, double bytes, con
 }
 
 double predict(const CostModel& model, const schedule::Schedule& schedule, double bytes,
-               const Groups& hosts, const Codec* codec, double most_message) {
-  return schedule::predict(model, schedule,
-                           question(model, schedule.ranks, bytes, hosts, codec, most_message));
+               const Groups& hosts, const Codec* codec, double most_message, const Levels& levels,
+               double slow) {
+  schedule::Question asked = question(model, schedule.ranks, bytes, hosts, codec, most_message);
+  asked.network.slow = slow;
+  for (const auto& [ranks, beta, latency, uplinks] : levels)
+    asked.network.levels.push_back({ranks, beta, latency, uplinks});
+  return schedule::predict(model, schedule, asked);
 }
 
 double predict_gathered(const CostModel& model, const schedule::Schedule& all_gather, double bytes,
@@ -72,7 +77,8 @@ void bind_cost(py::module_& m) {
       .def_property_readonly("digest", &CostModel::digest)
       .def("predict", &predict, py::arg("schedule"), py::arg("bytes"),
            py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr,
-           py::arg("most_message") = by_default.most_message)
+           py::arg("most_message") = by_default.most_message, py::arg("levels") = Levels{},
+           py::arg("slow") = by_default.network.slow)
       .def("predict_gathered", &predict_gathered, py::arg("all_gather"), py::arg("bytes"),
            py::arg("hosts") = by_default.hosts)
       .def("choose", &choose, py::arg("collective"), py::arg("ranks"), py::arg("bytes"),

@@ -13,8 +13,9 @@ namespace {
 constexpr double kClearly = 0.99;
 constexpr double kLeastSegment = 8 * 1024;  // bytes
 constexpr std::size_t kFewMessages = 4096;  // of a schedule for which segments are searched
-// The most messages times segments of one simulation. The time of further segments is extrapolated.
-constexpr std::size_t kMostFrames = 8192;
+// The most messages times segments of one simulation, of any schedule and of a tree. The time of
+// further segments is extrapolated.
+constexpr double kMostFrames = 8192, kMostFramesOfTree = 1 << 19;
 // All inputs may go to all ranks for arrays of at most so many bytes, and at most so many ranks.
 constexpr double kMostGathered = 16 * 1024;
 constexpr int kMostGatherers = 16;
@@ -72,7 +73,11 @@ class Trial {
       : model_(model),
         work_{std::vector<double>(static_cast<std::size_t>(schedule.chunks),
                                   question.bytes / schedule.chunks),
-              1, host_of(question), question.codec, question.ratio},
+              1,
+              host_of(question),
+              question.codec,
+              question.ratio,
+              question.network},
         frames_(schedule, model, work_),
         most_message_(question.most_message) {
     for (const Frames::Message& message : frames_.messages())
@@ -82,6 +87,7 @@ class Trial {
   }
 
   double unchosen() {
+    alone_ = true;
     if (std::isinf(most_message_)) return seconds_of(1, std::numeric_limits<double>::infinity());
     const double most = most_message_ - kHeaderBytes;
     const double wanted = std::floor(largest_ / static_cast<double>(kSegmentsWanted));
@@ -109,14 +115,22 @@ class Trial {
     work_.segments = segments;
     const double busy = most_work(frames_, model_, work_);
     if (busy >= limit) return busy;
-    const std::size_t room = kMostFrames / std::max<std::size_t>(1, frames_.messages().size());
-    const int most = static_cast<int>(std::clamp<std::size_t>(room, 2, 16));
-    if (segments <= most)  // bursts end in a series of calls: no NIC is faster than its rate
+    const int some = segments_to_simulate();
+    if (segments <= some)  // bursts end in a series of calls: no NIC is faster than its rate
       return std::max(busy, simulate(frames_, model_, work_, segments, limit));
-    const double some = simulate(frames_, model_, work_, most / 2);
-    const double more = simulate(frames_, model_, work_, most);
-    const double each = std::max((more - some) / (most - most / 2), busy / segments);
-    return more + each * (segments - most);
+    const double half = simulate(frames_, model_, work_, some / 2);
+    const double more = simulate(frames_, model_, work_, some);
+    const double each = std::max((more - half) / (some - some / 2), busy / segments);
+    return more + each * (segments - some);
+  }
+
+  // Trees have few messages, and go at their pace only when the first segment has come back down:
+  // where they are not compared with others, more segments of them are simulated.
+  int segments_to_simulate() const {
+    const double messages = std::max<double>(1, static_cast<double>(frames_.messages().size()));
+    const bool more = alone_ && messages <= 4 * frames_.ranks();
+    return static_cast<int>(more ? std::clamp(kMostFramesOfTree / messages, 2.0, 64.0)
+                                 : std::clamp(kMostFrames / messages, 2.0, 16.0));
   }
 
   const CostModel& model_;
@@ -125,6 +139,7 @@ class Trial {
   double most_message_;
   double largest_ = 0;  // bytes of the largest message
   double least_segments_ = 1;
+  bool alone_ = false;  // not one of many that are compared
 };
 
 // Returns the all_gather that brings all inputs to all ranks, each of which then adds them up.

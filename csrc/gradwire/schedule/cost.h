@@ -17,6 +17,9 @@
 // hosts all ranks of a host share one. A NIC that was idle lets `burst` bytes pass at once, as a
 // token bucket does, and takes mixed·w longer for a message that follows one of another sender.
 //
+// Where the network has levels beyond the hosts, such as racks, a message that leaves a group takes
+// its link out, and the other group's link in, too; bits pass through.
+//
 // The codec's time, or that of copies and additions, grows with the size of the call for chunks
 // that a rank has not touched in this round or the one before (`far`).
 //
@@ -91,6 +94,21 @@ CostModel default_model(const LinkCost& within, const LinkCost& between, int cor
 inline constexpr const char* kAnyCodec = "any";  // stands for any codec without costs of its own
 inline constexpr double kHeaderBytes = 32;       // of each frame, on the wire
 
+// Groups of hosts, such as racks, each of which one link joins to the rest, in both directions.
+// Ranks are in order: group k has those from k·ranks on.
+struct Level {
+  int ranks = 1;       // of a group; a multiple of the ranks of a group of the level below
+  double beta = 0;     // seconds per byte of the link
+  double latency = 0;  // seconds one way
+  int uplinks = 1;  // equal parts of the link; all messages between two hosts take the same of them
+};
+
+// What a network is beside hosts that reach each other at their own rates.
+struct Network {
+  std::vector<Level> levels = {};  // from the inside out
+  double slow = 1;                 // so many times slower is rank 0, and its host's link
+};
+
 // The call for which a schedule is simulated.
 struct Workload {
   std::vector<double> chunks;  // bytes of each, in the caller's arrays
@@ -98,6 +116,7 @@ struct Workload {
   std::vector<int> host_of = {};        // by rank; empty: all ranks on one host
   std::optional<CodecCost> codec = {};  // set for a lossy codec
   double ratio = 1;                     // wire bytes per byte of the array
+  Network network = {};
 };
 
 double total_bytes(const Workload& work);
@@ -117,6 +136,7 @@ struct Question {
   std::optional<CodecCost> codec = {};        // set for a lossy codec; the schedule is then in-tree
   double ratio = 1;
   double most_message = kUsualFrame;  // bytes of the largest frame
+  Network network = {};               // predict() alone takes it
 };
 
 // Returns the seconds of a call by a schedule of the caller's choice, cut into the segments that

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "gradwire/schedule/simulated_links.h"
+
 namespace gradwire::schedule {
 namespace {
 
@@ -250,21 +252,20 @@ Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload&
 
 namespace {
 
-// Seconds of work by rank and by host: of processors (where hosts share cores, by machine), and of
-// NICs in both directions.
+// Seconds of work of processors, by rank and, where hosts share cores, by machine; and of links.
 class Work {
  public:
   Work(const Frames& frames, const CostModel& model, const Workload& work)
-      : model_(model), work_(work), growth_(model.growth(total_bytes(work))) {
+      : work_(work), growth_(model.growth(total_bytes(work))), links_(model, work, frames.ranks()) {
     const auto p = at(frames.ranks());
     const int hosts =
         work.host_of.empty() ? 1 : 1 + *std::max_element(work.host_of.begin(), work.host_of.end());
-    for (auto* of_ranks : {&ranks_, &out_, &in_}) of_ranks->assign(p, 0);
-    for (auto* of_hosts : {&hosts_, &out_of_host_, &into_host_}) of_hosts->assign(at(hosts), 0);
+    ranks_.assign(p, 0);
+    hosts_.assign(at(hosts), 0);
     for (int round = 0; round < frames.rounds(); ++round)
       for (Rank rank = 0; rank < frames.ranks(); ++rank)
         for (const Frames::Send& send : frames.sends(round, rank))
-          ranks_[at(rank)] += send.work.seconds(growth_);
+          book(rank, send.work.seconds(growth_));
     for (const Frames::Message& message : frames.messages()) add(message);
     for (std::size_t r = 0; r < p; ++r)
       hosts_[host(static_cast<Rank>(r)) / at(model.sharing)] += ranks_[r];
@@ -272,8 +273,8 @@ class Work {
   }
 
   double most() const {
-    double found = 0;
-    for (const auto* all : {&ranks_, &hosts_, &out_, &in_, &out_of_host_, &into_host_})
+    double found = links_.most();
+    for (const auto* all : {&ranks_, &hosts_})
       found = std::max(found, *std::max_element(all->begin(), all->end()));
     return found;
   }
@@ -283,21 +284,21 @@ class Work {
     return work_.host_of.empty() ? 0 : at(work_.host_of[at(rank)]);
   }
 
+  void book(Rank rank, double seconds) { ranks_[at(rank)] += links_.slowness(rank) * seconds; }
+
   void add(const Frames::Message& message) {
-    const bool near = host(message.src) == host(message.dst);
-    const LinkCost& link = near ? model_.within : model_.between;
+    const LinkCost& link = links_.cost(message.src, message.dst);
     const double bytes = message.wire + work_.segments * kHeaderBytes;
     const double processor = work_.segments * link.alpha + link.copy * bytes;
-    ranks_[at(message.src)] += processor;
-    ranks_[at(message.dst)] += processor + message.work.seconds(growth_);
-    (near ? out_[at(message.src)] : out_of_host_[host(message.src)]) += link.beta * bytes;
-    (near ? in_[at(message.dst)] : into_host_[host(message.dst)]) += link.beta * bytes;
+    book(message.src, processor);
+    book(message.dst, processor + message.work.seconds(growth_));
+    links_.carry(message.src, message.dst, bytes);
   }
 
-  const CostModel& model_;
   const Workload& work_;
   const double growth_;
-  std::vector<double> ranks_, hosts_, out_, in_, out_of_host_, into_host_;
+  Links links_;
+  std::vector<double> ranks_, hosts_;
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/schedule/frames.h"
+#include "gradwire/schedule/simulated_links.h"
 
 namespace gradwire::schedule {
 namespace {
@@ -20,43 +21,20 @@ constexpr std::size_t kNone = ~std::size_t{0};
 constexpr int kCallsThatCount = 2;
 // A waiting rank yields so many times, then sleeps.
 constexpr double kYields = 20;
-constexpr Rank kNobody = -1;
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
-// NICs and cores, and the time from which each is free.
-class Hosts {
+// The cores of hosts on which several ranks share one, and the time from which each is free.
+class Cores {
  public:
-  Hosts(const CostModel& model, const std::vector<int>& host_of, int ranks)
+  Cores(const CostModel& model, const std::vector<int>& host_of, int ranks)
       : host_of_(host_of.empty() ? std::vector<int>(at(ranks), 0) : host_of), turn_(model.turn) {
     const int hosts = 1 + *std::max_element(host_of_.begin(), host_of_.end());
     place_ranks(hosts, model.cores, model.sharing, model.call);
-    for (auto* nics : {&out_of_rank_, &into_rank_}) nics->assign(at(ranks), 0);
-    for (auto* nics : {&out_of_host_, &into_host_}) nics->assign(at(hosts), 0);
-    last_to_rank_.assign(at(ranks), kNobody);
-    last_to_host_.assign(at(hosts), kNobody);
   }
 
-  bool together(Rank a, Rank b) const { return host_of_[at(a)] == host_of_[at(b)]; }
   bool crowded(Rank rank) const { return seats_[at(rank)].core != kNone; }
   bool any_crowded() const { return !cores_.empty(); }
-
-  // Sends bytes that are ready at `time`. Returns when the first bit reaches the receiver's NIC.
-  double send(const LinkCost& link, Rank src, Rank dst, double bytes, double time) {
-    double& out = together(src, dst) ? out_of_rank_[at(src)] : out_of_host_[at(host_of_[at(src)])];
-    const double start = std::max(time, out);
-    out = std::max(out, time - link.burst * link.beta) + bytes * link.beta;
-    return start + link.latency;
-  }
-  // Returns when all of the bytes have arrived. Must be called in the order of the first bits.
-  double receive(const LinkCost& link, Rank src, Rank dst, double bytes, double first_bit) {
-    double& in = together(src, dst) ? into_rank_[at(dst)] : into_host_[at(host_of_[at(dst)])];
-    Rank& last = together(src, dst) ? last_to_rank_[at(dst)] : last_to_host_[at(host_of_[at(dst)])];
-    const double mixed = last == kNobody || last == src ? 0 : link.mixed;
-    last = src;
-    in = std::max(in, first_bit - link.burst * link.beta) + bytes * (link.beta + mixed);
-    return std::max(first_bit, in);
-  }
 
   // Returns when the rank, which has something to do from `time` on, gets its core if no other rank
   // takes it before: waiting ranks get it in turns.
@@ -124,10 +102,8 @@ class Hosts {
 
   std::vector<int> host_of_;
   double turn_;
-  std::vector<Seat> seats_;                        // by rank
-  std::vector<Core> cores_;                        // of crowded hosts
-  std::vector<Rank> last_to_rank_, last_to_host_;  // whose message each NIC has received last
-  std::vector<double> out_of_rank_, into_rank_, out_of_host_, into_host_;
+  std::vector<Seat> seats_;  // by rank
+  std::vector<Core> cores_;  // of crowded hosts
 };
 
 class Simulation {
@@ -136,14 +112,16 @@ class Simulation {
       : frames_(frames),
         model_(model),
         parts_(work.segments),
-        hosts_(model, work.host_of, frames.ranks()),
+        cores_(model, work.host_of, frames.ranks()),
+        links_(model, work, frames.ranks()),
         growth_(model.growth(total_bytes(work))),
         per_call_(simulated),
-        calls_(frames.mutual() && (hosts_.any_crowded() || model.between.burst > 0)
+        calls_(frames.mutual() && (cores_.any_crowded() || model.between.burst > 0)
                    ? kCallsThatCount + 2
                    : 1),
         segments_(simulated * calls_),
         arrivals_(frames.messages().size() * at(segments_), kNever),
+        last_bits_(links_.uneven() ? arrivals_.size() : 0, 0),
         ranks_(at(frames.ranks())),
         ends_(at(calls_), model.call) {
     for (WavefrontStep place : wavefront(frames.rounds(), per_call_)) order_.push_back(place);
@@ -166,7 +144,7 @@ class Simulation {
       if (event.flight == kNone)
         proceed(event.rank, event.time);
       else
-        receive(event.flight, event.time);
+        enter(event.flight, event.hop, event.time);
     }
     const double seconds =
         calls_ == 1 ? ends_[0]
@@ -175,13 +153,16 @@ class Simulation {
   }
 
  private:
-  // Either a rank can go on (flight is kNone), or the first bit of a message's segment arrives.
+  // Either a rank can go on (flight is kNone), or the first bit of a message's segment arrives at
+  // the link of a hop.
   struct Event {
     double time;
     Rank rank;
     std::size_t flight;
+    int hop = 0;
     bool operator<(const Event& other) const {  // the queue's top is the greatest
-      return std::tie(time, rank, flight) > std::tie(other.time, other.rank, other.flight);
+      return std::tie(time, rank, flight, hop) >
+             std::tie(other.time, other.rank, other.flight, other.hop);
     }
   };
   // The next frame in one direction: its step in the order, and its place among the frames of that
@@ -203,7 +184,7 @@ class Simulation {
 
   // Lets a rank work from `time`, and puts its next event into the queue.
   void proceed(Rank rank, double time) {
-    if (hosts_.crowded(rank)) return take_turn(rank, time);
+    if (cores_.crowded(rank)) return take_turn(rank, time);
     while (step(rank, time))
       if (!events_.empty() && Event{time, rank, kNone} < events_.top())
         return events_.push({time, rank, kNone});
@@ -212,13 +193,13 @@ class Simulation {
 
   void take_turn(Rank rank, double time) {
     if (!can_step(rank, time)) return wait(rank, time);
-    const double turn = hosts_.turn_of(rank, time);
+    const double turn = cores_.turn_of(rank, time);
     if (turn > time) {
-      hosts_.promise(rank, turn);
+      cores_.promise(rank, turn);
       return events_.push({turn, rank, kNone});
     }
     while (step(rank, time)) continue;
-    hosts_.leave_core(rank, time);
+    cores_.leave_core(rank, time);
     wait(rank, time);
   }
 
@@ -256,38 +237,40 @@ class Simulation {
     if (++state.calls < calls_) time += model_.call;
   }
 
-  void begin_round(RankState& state, std::size_t place, double& time) const {
+  void begin_round(RankState& state, std::size_t place, double slowness, double& time) const {
     if (place < state.begun) return;
     state.begun = place + 1;
-    time += model_.round;
+    time += slowness * model_.round;
   }
 
   void stage(Rank rank, const Frames::Send& send, double& time) {
     RankState& state = ranks_[at(rank)];
-    begin_round(state, state.send.place, time);
+    const double slowness = links_.slowness(rank);
+    begin_round(state, state.send.place, slowness, time);
     const int segment = order_[state.send.place].segment;
-    time += send.work.seconds(growth_) / parts_;
+    time += slowness * (send.work.seconds(growth_) / parts_);
     for (std::uint32_t m : frames_.copies(send)) {
       const Frames::Message& message = frames_.messages()[m];
-      const LinkCost& link = link_of(message);
-      const double bytes = bytes_of(message);
-      time += link.alpha + link.copy * bytes;
-      const std::size_t flight = m * at(segments_) + at(segment);
-      const double first_bit = hosts_.send(link, rank, message.dst, bytes, time);
-      if (link.beta > 0)
-        events_.push({first_bit, message.dst, flight});
-      else
-        arrive(flight, first_bit);
+      const LinkCost& link = links_.cost(rank, message.dst);
+      time += slowness * (link.alpha + link.copy * bytes_of(message));
+      enter(m * at(segments_) + at(segment), 0, time);
     }
     ++state.sent[at(segment)];
     ++state.send.within;
     state.landing_next = true;
   }
 
-  void receive(std::size_t flight, double first_bit) {
+  // Lets the first bit of a flight enter the link of a hop.
+  void enter(std::size_t flight, int hop, double time) {
     const Frames::Message& message = frames_.messages()[flight / at(segments_)];
-    arrive(flight, hosts_.receive(link_of(message), message.src, message.dst, bytes_of(message),
-                                  first_bit));
+    const auto [src, dst] = std::pair(message.src, message.dst);
+    double unused = 0;
+    double& last_bit = last_bits_.empty() ? unused : last_bits_[flight];
+    const double next = links_.pass(src, dst, hop, bytes_of(message), time, last_bit);
+    if (hop + 1 < links_.hops(src, dst) && links_.cost(src, dst).beta > 0)
+      events_.push({next, dst, flight, hop + 1});
+    else
+      arrive(flight, next);
   }
 
   void arrive(std::size_t flight, double time) {
@@ -301,9 +284,11 @@ class Simulation {
 
   void land(Rank rank, const Frames::Message& message, double& time) {
     RankState& state = ranks_[at(rank)];
-    const LinkCost& link = link_of(message);
-    begin_round(state, state.receive.place, time);
-    time += link.alpha + link.copy * bytes_of(message) + message.work.seconds(growth_) / parts_;
+    const LinkCost& link = links_.cost(message.src, rank);
+    const double slowness = links_.slowness(rank);
+    begin_round(state, state.receive.place, slowness, time);
+    time += slowness *
+            (link.alpha + link.copy * bytes_of(message) + message.work.seconds(growth_) / parts_);
     ++state.landed[at(order_[state.receive.place].segment)];
     ++state.receive.within;
     state.landing_next = false;
@@ -365,19 +350,18 @@ class Simulation {
   double bytes_of(const Frames::Message& message) const {
     return message.wire / parts_ + kHeaderBytes;
   }
-  const LinkCost& link_of(const Frames::Message& message) const {
-    return hosts_.together(message.src, message.dst) ? model_.within : model_.between;
-  }
 
   const Frames& frames_;
   const CostModel& model_;
   const int parts_;  // segments of each message
-  Hosts hosts_;
+  Cores cores_;
+  Links links_;
   const double growth_;
   const int per_call_;          // segments that are simulated of each call
   const int calls_, segments_;  // in all
   std::vector<WavefrontStep> order_;
-  std::vector<double> arrivals_;  // by message and segment
+  std::vector<double> arrivals_;   // by message and segment
+  std::vector<double> last_bits_;  // the same, where links are uneven: when the last link is passed
   std::vector<RankState> ranks_;
   std::vector<double> ends_;  // by call
   std::priority_queue<Event> events_;

@@ -301,6 +301,23 @@ TEST(Predict, HostsThatShareTheirCoresAddUpInTurns) {
   EXPECT_DOUBLE_EQ(predict_gathered(model, direct, question), 2 * alone);
 }
 
+TEST(Predict, ExtrapolatesFromSegmentsThatFollowEachOtherAtOnePace) {
+  const CostModel model = default_model(kMemory, kTcp, 2);
+  constexpr int kSegments = 400;  // as many as predict() cuts the array into
+  const double bytes = kSegments * (static_cast<double>(kUsualFrame) - kHeaderBytes);
+  for (int ranks : {8, 16, 32, 64}) {
+    const Schedule tree = all_reduce_by("binary_tree", ranks);
+    Question question{Collective::kAllReduce, ranks, 0, bytes};
+    Workload work = even(tree, bytes, kSegments);
+    for (Rank r = 0; r < ranks; ++r) {
+      question.hosts.push_back({r});
+      work.host_of.push_back(r);
+    }
+    const double all = simulate(tree, model, work);
+    EXPECT_NEAR(predict(model, tree, question) / all, 1, 0.05) << ranks;
+  }
+}
+
 TEST(Simulate, GivesUpBeyondTheLimit) {
   const CostModel model = links(1e-6, 0, 1e-9);
   const Schedule ring = all_reduce_by("ring", 4);

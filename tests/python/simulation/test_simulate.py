@@ -56,6 +56,12 @@ def test_a_slow_rank_slows_every_round() -> None:
     assert many.seconds < bound.seconds < 3 * many.seconds
 
 
+def test_more_ranks_do_not_make_a_tree_faster() -> None:
+    runs = simulate(["binary_tree"], [16, 32, 64, 128], [51 << 20], flat("10gbit,20us"))
+    seconds = [each.seconds for each in runs]
+    assert max(seconds) == pytest.approx(min(seconds), rel=0.06)
+
+
 def test_steps_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     line = "simulate --ranks 4096 --bytes 100M --compute 200 --spread 0.05 --json"
     failing = " --failures 4y --checkpoint 60s --restart 5m"

@@ -8,13 +8,11 @@ from gradwire import _core
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._model import CostModel
 from gradwire._schedules.schedule import Schedule, groups_of
-from gradwire.lab.simulation import closed_forms, events
-from gradwire.lab.simulation.frames import Costs, Frames
-from gradwire.lab.simulation.topology import Topology
+from gradwire.lab.simulation import closed_forms
+from gradwire.lab.simulation.topology import Topology, seconds_of_byte
 
 EVENTS, CLOSED_FORM = "events", "closed form"
-MOST_MESSAGES = 400_000  # of a schedule whose events the core simulates
-MOST_ON_RACKS = 20_000  # of one that is simulated in Python: on racks, or with a slow rank
+MOST_MESSAGES = 400_000  # of a schedule whose events are simulated
 _TREE_RANKS = 2048  # of a tree whose events say by how much its closed form is off
 _MOST_RANKS = 1 << 15  # of any schedule: csrc/gradwire/schedule/rules.h
 _SLOWEST = 1000.0
@@ -38,17 +36,10 @@ def seconds(
     neither covers.
     """
     _check(algorithm, codec, slow)
-    plain = slow == 1 and (not topology.narrow or ranks <= topology.per_host)
-    most = most_messages if plain else min(most_messages, MOST_ON_RACKS)
-    why = _why_no_events(algorithm, ranks, topology, most)
+    why = _why_no_events(algorithm, ranks, topology, most_messages)
     if why is None:
         schedule = _schedule(algorithm, ranks, topology)
-        if plain:
-            found = model.predict(
-                schedule, nbytes, ranks, per_host=min(topology.per_host, ranks), codec=codec
-            )
-            return found, EVENTS
-        return _on_network(schedule, nbytes, topology, model, codec, slow), EVENTS
+        return _by_events(schedule, nbytes, topology, model, codec, slow), EVENTS
     name = algorithm.name if isinstance(algorithm, Schedule) else algorithm
     if isinstance(algorithm, Schedule) or not closed_forms.is_covered(algorithm):
         raise InvalidArgument(f"{name!r:.80} has no closed form, and {why}")
@@ -59,7 +50,11 @@ def seconds(
         )
     slower = slowed(model, topology, slow)
     found = closed_forms.seconds(algorithm, nbytes, ranks, *slower, codec)
-    if algorithm in _TREES and ranks > _TREE_RANKS and messages(algorithm, _TREE_RANKS, 1) <= most:
+    if (
+        algorithm in _TREES
+        and ranks > _TREE_RANKS
+        and messages(algorithm, _TREE_RANKS, 1) <= most_messages
+    ):
         found *= _of_smaller_tree(algorithm, nbytes, topology, model, codec, slow)
     return found, CLOSED_FORM
 
@@ -95,7 +90,7 @@ def _schedule(algorithm: str | Schedule, ranks: int, topology: Topology) -> Sche
         raise InvalidArgument(str(error)) from error
 
 
-def _on_network(
+def _by_events(
     schedule: Schedule,
     nbytes: float,
     topology: Topology,
@@ -103,24 +98,15 @@ def _on_network(
     codec: str,
     slow: float,
 ) -> float:
-    """The same by the simulation that knows racks, and a slow rank."""
-    parameters = model.parameters
-    lossy = codec != "none"
-    costs = Costs(
-        parameters["move"],
-        parameters["gamma"],
-        closed_forms.codec_costs_of(parameters, codec) if lossy else None,
-        closed_forms.ratio_of(codec, nbytes) if lossy else 1.0,
-    )
-    frames = Frames(schedule, nbytes, topology.per_host, costs)
-    largest = max((each.wire for each in frames.messages), default=0.0)
-    return events.seconds(
-        frames,
-        events.Network(topology, parameters, slow),
-        closed_forms.growth_of(parameters, nbytes),
-        parameters["call"],
-        closed_forms.segments_of(largest),
-    )
+    """The seconds by the core, which simulates every message."""
+    each = min(topology.per_host, schedule.ranks)
+    beyond = topology.groups[1:] if topology.narrow and schedule.ranks > each else ()
+    levels = [
+        (group.ranks, seconds_of_byte(group.rate), group.latency or 0.0, group.uplinks)
+        for group in beyond
+    ]
+    hosts, by = groups_of(schedule.ranks, each), _core.Codec(codec)
+    return model._core.predict(schedule._core, nbytes, hosts, by, levels=levels, slow=slow)
 
 
 def slowed(model: CostModel, topology: Topology, factor: float) -> tuple[Topology, CostModel]:
