@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "serve_job.h"
@@ -21,58 +22,103 @@ std::vector<float> squares(std::size_t n, unsigned seed) {
   return made;
 }
 
-// What a rule computes, an element at a time; the header of each line is the rule's definition.
+// The rules as their papers write them, in binary64.
 struct Element {
-  float w, first, second;
+  double w, first, second;
 };
-Element sgd(Element e, float g) { return {std::fmaf(-0.1F, g, e.w), e.first, e.second}; }
-Element momentum(Element e, float g) {
-  const float v = 0.9F * e.first + g;
-  return {std::fmaf(-0.1F, v, e.w), v, e.second};
+Element sgd(Element e, double g, double rate, double) {
+  return {e.w - rate * g, e.first, e.second};
 }
-Element nesterov(Element e, float g) {
-  const float v = 0.9F * e.first + g;
-  return {std::fmaf(-0.1F, std::fmaf(0.9F, v, g), e.w), v, e.second};
+Element momentum(Element e, double g, double rate, double) {
+  const double v = 0.75 * e.first + g;
+  return {e.w - rate * v, v, e.second};
 }
-Element adagrad(Element e, float g) {
-  const float s = std::fmaf(g, g, e.first);
-  return {e.w + -0.1F * g / std::sqrt(s), s, e.second};
+Element nesterov(Element e, double g, double rate, double) {
+  const double v = 0.75 * e.first + g;
+  return {e.w - rate * (g + 0.75 * v), v, e.second};
 }
-Element adam(Element e, float g) {
-  const auto beta = [](double each) { return static_cast<float>(each); };
-  const float m = std::fmaf(beta(1 - 0.9), g - e.first, e.first);
-  const float v = std::fmaf(g * beta(1 - 0.999), g, e.second * beta(0.999));
-  const auto correction = static_cast<float>(std::sqrt(1 - std::pow(0.999, 3.0)));
-  const auto step = static_cast<float>(double{0.1F} / (1 - std::pow(0.9, 3.0)));
-  return {e.w - m * step / (std::sqrt(v) / correction + 1e-8F), m, v};
+Element adagrad(Element e, double g, double rate, double) {
+  const double s = e.first + g * g;
+  return {e.w - rate * g / std::sqrt(s), s, e.second};
+}
+Element adam(Element e, double g, double rate, double t) {
+  const double m = 0.75 * e.first + 0.25 * g, v = 0.96 * e.second + 0.04 * g * g;
+  const double mean = m / (1 - std::pow(0.75, t)), square = v / (1 - std::pow(0.96, t));
+  return {e.w - rate * mean / (std::sqrt(square) + 0.01), m, v};
 }
 
 struct Case {
   const char* rule;
-  Element (*reference)(Element, float);
+  Element (*reference)(Element, double g, double rate, double step);
 };
-constexpr Case kCases[] = {{"sgd:rate=0.1", sgd},
-                           {"momentum:rate=0.1", momentum},
-                           {"momentum:rate=0.1,nesterov=yes", nesterov},
-                           {"adagrad:rate=0.1", adagrad},
-                           {"adam:rate=0.1", adam}};
+constexpr Case kCases[] = {{"sgd:rate=0.5", sgd},
+                           {"momentum:rate=0.5,momentum=0.75", momentum},
+                           {"momentum:rate=0.5,momentum=0.75,nesterov=yes", nesterov},
+                           {"adagrad:rate=0.5", adagrad},
+                           {"adam:rate=0.5,beta1=0.75,beta2=0.96,epsilon=0.01", adam}};
 
-TEST(Rules, ComputeWhatTheyAreDefinedAs) {
+// Some roundings of binary32: of the largest of what is added up, where values are about 0.1.
+double allowed(double before, double after) {
+  return 0x1p-21 * std::max({std::fabs(before), std::fabs(after), std::fabs(after - before), 0.1});
+}
+
+TEST(Rules, ComputeWhatTheirPapersSay) {
   const codec::FloatEnvironment environment;
   constexpr std::size_t kN = 1037;  // not a multiple of any vector
+  constexpr float kRate = 0.3F;     // a push's own
   const auto g = values(kN, 1);
-  for (const Case& each : kCases) {
-    auto w = values(kN, 2), first = squares(kN, 3), second = squares(kN, 4);
-    std::vector<Element> expected(kN);
-    for (std::size_t i = 0; i < kN; ++i)
-      expected[i] = each.reference({w[i], first[i], second[i]}, g[i]);
-    float* states[] = {first.data(), second.data()};
-    make_rule(each.rule)->apply(w.data(), states, g.data(), 0.1F, 3, kN);
-    for (std::size_t i = 0; i < kN; ++i) {
-      ASSERT_EQ(w[i], expected[i].w) << each.rule << " " << i;
-      ASSERT_EQ(first[i], expected[i].first) << each.rule << " " << i;
-      ASSERT_EQ(second[i], expected[i].second) << each.rule << " " << i;
+  for (const Case& each : kCases)
+    for (const std::uint64_t step : {1, 3, 1000}) {
+      auto w = values(kN, 2), first = squares(kN, 3), second = squares(kN, 4);
+      const auto w0 = w, first0 = first, second0 = second;
+      float* states[] = {first.data(), second.data()};
+      make_rule(each.rule)->apply(w.data(), states, g.data(), kRate, step, kN);
+      for (std::size_t i = 0; i < kN; ++i) {
+        const Element before{w0[i], first0[i], second0[i]};
+        const Element after =
+            each.reference(before, double{g[i]}, double{kRate}, static_cast<double>(step));
+        ASSERT_NEAR(w[i], after.w, allowed(before.w, after.w)) << each.rule << " " << i;
+        ASSERT_NEAR(first[i], after.first, allowed(before.first, after.first)) << each.rule;
+        ASSERT_NEAR(second[i], after.second, allowed(before.second, after.second)) << each.rule;
+      }
     }
+}
+
+// Five steps of torch.optim (2.13.0) with the same parameters; Adagrad's ε is its initial sum
+// there.
+//   w[i] = (i − 2) / 4, and g[i] = ((7 i + 5 t) mod 11 − 5) / 8 in step t = 1 … 5.
+struct Recorded {
+  const char* rule;
+  std::vector<float> w;
+};
+const Recorded kRecorded[] = {
+    {"sgd:rate=0.25", {-0.6875F, -0.15625F, 0.03125F, 0.21875F, 0.40625F, 0.9375F}},
+    {"momentum:rate=0.25,momentum=0.75",
+     {-1.01123047F, 0.250976562F, 0.0133056641F, 0.0777587891F, 0.545043945F, 1.10229492F}},
+    {"momentum:rate=0.25,momentum=0.75,nesterov=yes",
+     {-1.07092285F, 0.219482422F, 0.041229248F, 0.0895690918F, 0.440032959F, 1.20172119F}},
+    {"adagrad:rate=0.25,epsilon=0.0625",
+     {-0.763206959F, -0.0449929461F, -0.0299913958F, 0.229335517F, 0.477047592F, 0.904124141F}},
+    {"adam:rate=0.25,beta1=0.75,beta2=0.875,epsilon=0.125",
+     {-0.90983963F, 0.254523903F, -0.112346113F, 0.176112577F, 0.690333903F, 0.895001888F}},
+};
+
+TEST(Rules, GoWhereTorchsOptimizersGo) {
+  const codec::FloatEnvironment environment;
+  for (const Recorded& each : kRecorded) {
+    const auto rule = make_rule(each.rule);
+    std::vector<float> w, g(each.w.size());
+    for (std::size_t i = 0; i < g.size(); ++i) w.push_back((static_cast<float>(i) - 2) / 4);
+    std::vector<std::vector<float>> kept;
+    for (const RuleState& state : rule->states()) kept.emplace_back(g.size(), state.initial);
+    std::vector<float*> states;
+    for (auto& state : kept) states.push_back(state.data());
+    for (std::uint64_t step = 1; step <= 5; ++step) {
+      for (std::size_t i = 0; i < g.size(); ++i)
+        g[i] = (static_cast<float>((7 * i + 5 * step) % 11) - 5) / 8;
+      rule->apply(w.data(), states, g.data(), rule->rate(), step, g.size());
+    }
+    for (std::size_t i = 0; i < w.size(); ++i) EXPECT_NEAR(w[i], each.w[i], 1e-6) << each.rule;
   }
 }
 
@@ -103,6 +149,28 @@ TEST(Rules, HaveCanonicalNames) {
   EXPECT_EQ(make_rule("momentum:nesterov=yes,momentum=0.9,rate=0.5")->name(),
             make_rule("momentum:rate=0.5,nesterov=yes")->name());
   EXPECT_EQ(make_rule("adagrad:epsilon=0.25")->states()[0].initial, 0.25F);
+}
+
+TEST(Rules, HaveTheDefaultsThatTheirHeaderNames) {
+  EXPECT_EQ(make_rule("momentum:rate=0.1")->name(),
+            make_rule("momentum:rate=0.1,momentum=0.9,nesterov=no")->name());
+  EXPECT_EQ(make_rule("adagrad:rate=0.1")->states()[0].initial, 1e-10F);
+  EXPECT_EQ(make_rule("adam:rate=0.1")->name(),
+            make_rule("adam:rate=0.1,beta1=0.9,beta2=0.999,epsilon=1e-8")->name());
+  EXPECT_EQ(make_rule("sgd")->rate(), 0.01F);
+}
+
+TEST(Rules, TakeWhatIsInTheirRanges) {
+  for (const char* good :
+       {"sgd:rate=0", "sgd:rate=1e30", "momentum:momentum=0", "momentum:momentum=1",
+        "adagrad:epsilon=1e-30", "adagrad:epsilon=1e30", "adam:beta1=0,beta2=0",
+        "adam:beta1=0.999999,beta2=0.999999", "adam:epsilon=1e-30", "adam:epsilon=1e30"})
+    EXPECT_NO_THROW(make_rule(good)) << good;
+  for (const char* wrong :
+       {"sgd:rate=1.1e30", "momentum:momentum=1.1", "momentum:momentum=-0.1",
+        "adagrad:epsilon=9e-31", "adagrad:epsilon=1.1e30", "adam:beta1=-0.1", "adam:beta2=-0.1",
+        "adam:beta2=1", "adam:epsilon=9e-31", "adam:epsilon=1.1e30"})
+    EXPECT_THROW(make_rule(wrong), InvalidArgument) << wrong;
 }
 
 TEST(Rules, SayWhatIsWrong) {

@@ -1,90 +1,10 @@
 #include <cmath>
 #include <limits>
 
-#include "serve_job.h"
+#include "serve_requests.h"
 
 namespace gradwire::serve {
 namespace serve_shard_test {
-
-// Sends frames to a shard as a client would, without a channel.
-class Direct {
- public:
-  explicit Direct(const Table& table, std::uint32_t index = 0,
-                  std::uint64_t memory = usable_memory())
-      : shard(table, index, memory), codecs_(codecs_of(table)) {}
-  explicit Direct(Shard given) : shard(std::move(given)), codecs_(codecs_of(shard.table())) {}
-
-  // Sends the first `frames` frames of a request; all of them by default.
-  std::optional<Answer> send(Op op, ClientId client, const Arrays& x, std::uint16_t codec = 0,
-                             std::uint64_t version = 0,
-                             std::size_t frames = std::numeric_limits<std::size_t>::max(),
-                             codec::ErrorFeedback* feedback = nullptr) {
-    const Layout& layout = shard.layout();
-    Outgoing outgoing(shard.table(), spans_of<Gradients>(x), codecs_,
-                      std::vector(x.size(), static_cast<std::uint8_t>(codec)),
-                      std::shared_ptr<codec::ErrorFeedback>(feedback, [](auto*) {}));
-    outgoing.open();
-    std::vector<std::byte> room(kMostPayload);
-    std::optional<Answer> answer;
-    ++sequence_;
-    frames = std::min(frames, layout.frames().size());
-    for (std::size_t i = 0; i < frames; ++i) {
-      const ShardFrame& frame = layout.frames()[i];
-      MessageHeader header;
-      header.op = op;
-      header.client = client;
-      header.codec = codec;
-      header.sequence = sequence_;
-      header.version = version;
-      header.first = frame.first;
-      header.count = static_cast<std::uint32_t>(frame.count);
-      header.flags = static_cast<std::uint8_t>((i == 0 ? kFirst : 0) |
-                                               (i + 1 == layout.frames().size() ? kLast : 0));
-      const std::size_t bytes = outgoing.encode(layout, frame, room, copy_cached);
-      const Message message{header, ConstBytes(room).first(bytes)};
-      answer = op == Op::kSet ? shard.set(client, message) : shard.push(client, message);
-    }
-    if (frames < layout.frames().size())
-      for (const ShardFrame& frame : layout.frames()) outgoing.keep(layout, frame);
-    outgoing.close();
-    return answer;
-  }
-
-  // Pulls into what the client has, which it returns.
-  const std::vector<float>& pull(ClientId client, std::uint16_t codec) {
-    std::vector<float>& has = mirrors_[client];
-    MessageHeader request;
-    request.codec = codec;
-    request.extra = has.empty() ? 0 : 1;
-    has.resize(shard.layout().elements());
-    Shard::Pull pull = shard.begin_pull(client, request);
-    std::vector<std::byte> room(kMostPayload);
-    for (bool last = false; !last;) {
-      MessageHeader header;
-      last = shard.pull_frame(client, pull, header, room, copy_cached);
-      const bool add = pulls_differences(*codecs_[header.codec]);
-      const ShardFrame frame = shard.layout().frames()[pull.next - 1];
-      decode_frame(*codecs_[header.codec], shard.layout(), frame,
-                   ConstBytes(room).first(header.length), add, has.data() + frame.first);
-    }
-    return has;
-  }
-
-  // Drops all that a client has, on both sides.
-  void leave(ClientId client) {
-    shard.leave(client);
-    mirrors_.erase(client);
-  }
-
-  std::uint32_t sequence() const { return sequence_; }  // of the last request
-
-  Shard shard;
-
- private:
-  Codecs codecs_;
-  std::uint32_t sequence_ = 0;
-  std::map<ClientId, std::vector<float>> mirrors_;
-};
 
 TEST(Shard, TakesTheFirstWholeInitialValuesOnly) {
   const codec::FloatEnvironment environment;
@@ -279,8 +199,6 @@ TEST(Shard, RefusesRatesThatAreNegativeOrNotFinite) {
   }
 }
 
-std::uint64_t bytes_of(const Table& table) { return table.elements() * sizeof(float); }
-
 TEST(Shard, CountsWhatItStagesForEachClient) {
   const codec::FloatEnvironment environment;
   const Table table = some_table();
@@ -304,19 +222,6 @@ TEST(Shard, GivesUpTheMemoryOfAPastPushWhereItIsShort) {
     EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
   job.pull(1, table.index_of(codec::make_codec("int8")->name()));
   EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kInvalid);
-}
-
-TEST(Shard, AppliesNothingOfAPushThatIsCutOff) {
-  const codec::FloatEnvironment environment;
-  const Table table = some_table();
-  Direct job(table);
-  const Arrays x = random_of(table, 1), g = random_of(table, 2);
-  job.send(Op::kSet, 1, x);
-  job.send(Op::kPush, 1, g, 0, 0, job.shard.layout().frames().size() - 1);
-  job.shard.leave(1);
-  EXPECT_EQ(job.shard.version(), 0U);
-  EXPECT_EQ(job.shard.statistics().partial, 1U);
-  EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), x)));
 }
 
 TEST(Shard, CountsWhatClientsHaveByPulls) {
@@ -348,6 +253,21 @@ TEST(Shard, CountsTheCopiesThatPullsOfAtomicPushesRead) {
     EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kInvalid);
   }
   EXPECT_EQ(job.send(Op::kPush, 1, zeros_of(table))->refused, Refusal::kNone);
+}
+
+TEST(Shard, RefusesAPullForWhichThereIsNoMemoryAlone) {
+  const codec::FloatEnvironment environment;
+  Table table = table_of(/*small=*/true);
+  table.atomic_push = true;
+  Direct job(table, 0, 2 * bytes_of(table));
+  job.send(Op::kSet, 1, random_of(table, 1));
+  {
+    const Shard::Pull before = job.shard.begin_pull(1, {});
+    EXPECT_EQ(job.send(Op::kPush, 1, random_of(table, 2))->refused, Refusal::kNone);
+    EXPECT_THROW(job.shard.begin_pull(2, {}), NoRoom);
+  }
+  EXPECT_TRUE(same_bits(job.pull(2, 0), job.shard.values()));
+  EXPECT_EQ(job.shard.statistics().pulls, 3U);
 }
 
 TEST(Shard, KeepsShadowsEqualToWhatClientsHave) {
@@ -486,74 +406,6 @@ TEST(Shard, GoesOnFromASnapshot) {
   Snapshot broken = again;
   broken.slots[1].values.pop_back();
   EXPECT_THROW(Shard{broken}, InvalidArgument);
-}
-
-TEST(Shard, RefusesMixedFramesThatNoClientSends) {
-  const codec::FloatEnvironment environment;
-  const Table table = some_table();
-  for (const bool values : {true, false}) {
-    Direct job(table);
-    if (values) job.send(Op::kSet, 1, zeros_of(table));
-    const Layout& layout = job.shard.layout();
-    MessageHeader header;
-    header.codec = kMixedCodecs;
-    const auto refused = [&](Op op, std::byte codec, std::size_t bytes) {
-      const ShardFrame& frame = layout.frames()[0];
-      std::vector<std::byte> payload(frame.pieces + frame.count * sizeof(float));
-      std::fill_n(payload.begin(), frame.pieces, codec);
-      header.op = op;
-      header.flags = kFirst;
-      header.count = static_cast<std::uint32_t>(frame.count);
-      const Message message{header, ConstBytes(payload).first(bytes)};
-      try {
-        op == Op::kSet ? job.shard.set(1, message) : job.shard.push(1, message);
-      } catch (const InvalidArgument&) {
-        return true;
-      }
-      return false;
-    };
-    const ShardFrame& frame = layout.frames()[0];
-    const std::size_t whole = frame.pieces + frame.count * sizeof(float);
-    EXPECT_EQ(refused(Op::kPush, std::byte{99}, whole), values);
-    EXPECT_EQ(refused(Op::kPush, std::byte{0}, whole - 1), values);
-    EXPECT_EQ(refused(Op::kPush, std::byte{0}, 0), values);
-    EXPECT_EQ(refused(Op::kPush, std::byte{1}, whole), values);
-    EXPECT_FALSE(refused(Op::kPush, std::byte{0}, whole));
-    EXPECT_TRUE(refused(Op::kSet, std::byte{0}, whole));
-  }
-}
-
-TEST(Shard, RefusesFramesThatNoClientSends) {
-  const codec::FloatEnvironment environment;
-  const Table table = some_table();
-  Shard shard(table, 0);
-  const ShardFrame frame = shard.layout().frames()[0];
-  const std::vector<std::byte> payload(frame.count * sizeof(float));
-  MessageHeader good;
-  good.op = Op::kPush;
-  good.flags = kFirst;
-  good.count = static_cast<std::uint32_t>(frame.count);
-  const auto refused = [&](auto change, std::size_t bytes) {
-    MessageHeader header = good;
-    change(header);
-    EXPECT_THROW(shard.push(1, {header, ConstBytes(payload).first(bytes)}), InvalidArgument);
-  };
-  refused([](MessageHeader& h) { h.first = 1; }, payload.size());
-  refused([](MessageHeader& h) { h.count -= 1; }, payload.size() - 4);
-  refused([](MessageHeader& h) { h.flags = kFirst | kLast; }, payload.size());
-  refused([](MessageHeader& h) { h.flags = 0; }, payload.size());
-  refused([](MessageHeader& h) { h.codec = 99; }, payload.size());
-  refused([](MessageHeader& h) { h.extra = 0x7F800000; }, payload.size());
-  shard.push(1, {good, payload});  // a good one; then one of another push in its middle
-  refused([](MessageHeader& h) { h.flags = 0, h.sequence = 5; }, payload.size());
-  EXPECT_THROW(shard.begin_pull(1,
-                                [] {
-                                  MessageHeader header;
-                                  header.codec = 3;
-                                  header.extra = 1;
-                                  return header;
-                                }()),
-               InvalidArgument);
 }
 
 }  // namespace serve_shard_test
