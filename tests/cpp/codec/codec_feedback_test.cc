@@ -192,6 +192,26 @@ TEST(ErrorFeedback, TheCallsOfAStepStandOrFallTogether) {
   EXPECT_EQ(kept("a"), 6);
 }
 
+// Whichever of its calls is not to be kept, the first one too.
+TEST(ErrorFeedback, AStepIsKeptWhereAllItsCallsAreInAnyOrder) {
+  constexpr unsigned kCalls = 3, kAll = (1U << kCalls) - 1;
+  for (unsigned kept = 0; kept <= kAll; ++kept)  // a bit for each call
+    for (unsigned spoilt_before = 0; spoilt_before <= kCalls + 1; ++spoilt_before) {
+      ErrorFeedback feedback;
+      feedback.begin_step();
+      for (unsigned call = 0; call <= kCalls; ++call) {
+        if (call == spoilt_before) feedback.spoil_step();
+        if (call == kCalls) break;
+        Transaction transaction(feedback, {{std::to_string(call), 1}});
+        book(transaction, 0, {1});
+        transaction.settle((kept & (1U << call)) != 0);
+      }
+      const bool all = kept == kAll && spoilt_before > kCalls;
+      EXPECT_EQ(feedback.end_step(), all) << kept << ", " << spoilt_before;
+      EXPECT_EQ(feedback.keys().size(), all ? kCalls : 0U);
+    }
+}
+
 TEST(ErrorFeedback, AStepBeginsAndEndsBetweenCalls) {
   ErrorFeedback feedback;
   EXPECT_NE(refusal([&] { feedback.end_step(); }), "");
@@ -313,6 +333,24 @@ TEST(ErrorFeedback, ABadStateIsRefusedWhole) {
   }
   Transaction open(feedback, {{"x", 3}});
   EXPECT_NE(refusal([&] { feedback.load({{"b", kept_of(5)}}); }), "");
+  EXPECT_TRUE(same(feedback.save(), before));
+}
+
+TEST(ErrorFeedback, WhatIsTakenAndPutBackIsWhatWasThere) {
+  ErrorFeedback feedback;
+  feedback.load({{"a", kept_of(1)}, {"b", kept_of(2)}});
+  const auto before = feedback.save();
+  EXPECT_TRUE(same({{"b", feedback.take("b")}}, {{"b", kept_of(2)}}));
+  EXPECT_TRUE(same(feedback.save(), {{"a", kept_of(1)}}));
+  EXPECT_TRUE(same({{"b", feedback.take("b")}}, {{"b", {}}})) << "as if it was never used";
+  feedback.put("b", kept_of(2));
+  EXPECT_TRUE(same(feedback.save(), before));
+  auto bad = kept_of(3);
+  bad.residual[2] = NAN;
+  EXPECT_NE(refusal([&] { feedback.put("b", bad); }), "");
+  Transaction open(feedback, {{"a", 3}});
+  EXPECT_NE(refusal([&] { feedback.take("a"); }), "");
+  EXPECT_NE(refusal([&] { feedback.put("a", kept_of(3)); }), "");
   EXPECT_TRUE(same(feedback.save(), before));
 }
 

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "gradwire/base/error.h"
 #include "gradwire/schedule/generators.h"
 #include "schedule_catalogue.h"
@@ -131,6 +133,29 @@ TEST(Hierarchical, GroupsMustBeAPartitionOfTheRanks) {
   }
   EXPECT_NE(error_of(over({{0, 1}, {}}, "hierarchical(ring,ring)")).find("a group is empty"),
             std::string::npos);
+}
+
+// All lists of up to four numbers of which some are no ranks, cut into two groups everywhere.
+TEST(Hierarchical, GroupsAreTakenIfAndOnlyIfTheyListEachRankOnce) {
+  constexpr int kRanks = 3;
+  const std::vector<Rank> all = {0, 1, 2};
+  std::vector<std::vector<Rank>> lists(1);
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    const std::vector<Rank> list = lists[i];
+    std::vector<Rank> sorted = list;
+    std::sort(sorted.begin(), sorted.end());
+    for (std::size_t cut = 0; cut <= list.size(); ++cut) {
+      const auto middle = list.begin() + static_cast<std::ptrdiff_t>(cut);
+      const Groups groups = {{list.begin(), middle}, {middle, list.end()}};
+      const bool good = sorted == all && cut > 0 && cut < list.size();
+      const Recipe recipe{Collective::kAllReduce, "hierarchical(ring,ring)", kRanks, 0, groups};
+      EXPECT_EQ(error_of(recipe) == "no error", good) << testing::PrintToString(groups);
+    }
+    for (Rank next = -1; list.size() < 4 && next <= kRanks; ++next) {
+      lists.push_back(list);
+      lists.back().push_back(next);
+    }
+  }
 }
 
 TEST(Hierarchical, WrongNamesAreRefused) {
