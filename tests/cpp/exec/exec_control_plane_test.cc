@@ -1,51 +1,8 @@
-#include "gradwire/exec/control/control_plane.h"
-
-#include <gtest/gtest.h>
-
-#include <array>
-#include <memory>
-
-#include "transport_harness.h"
+// Who waits for whom, and the root cause of a failure.
+#include "exec_planes.h"
 
 namespace gradwire::exec {
 namespace exec_control_plane_test {
-
-// Four ranks' control planes in one thread: who is not asked to listen is stopped.
-class Planes : public testing::Test {
- protected:
-  Planes() {
-    for (Rank rank = 0; rank < kRanks; ++rank)
-      planes_[at(rank)] = std::make_unique<ControlPlane>(
-          rank, kRanks, [this, rank] { return positions_[at(rank)]; });
-    for (Rank a = 0; a < kRanks; ++a)
-      for (Rank b = a + 1; b < kRanks; ++b) {
-        auto [one, other] = transport::unix_ends();
-        planes_[at(a)]->adopt(std::move(one), b);
-        planes_[at(b)]->adopt(std::move(other), a);
-      }
-  }
-
-  ControlPlane& plane(Rank rank) { return *planes_[at(rank)]; }
-  void waits(Rank rank, Rank whom) {
-    positions_[at(rank)] = {true, whom, 0, 0, 1, kNoPeer};
-    plane(rank).announce();
-  }
-  void waits_elsewhere(Rank rank, Rank job_rank) {
-    positions_[at(rank)] = {};
-    positions_[at(rank)].elsewhere = job_rank;
-    plane(rank).announce();
-  }
-  void poll(std::initializer_list<Rank> ranks) {
-    for (Rank rank : ranks) plane(rank).poll();
-  }
-
-  static constexpr int kRanks = 4;
-
- private:
-  static std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-  std::array<Position, kRanks> positions_;
-  std::array<std::unique_ptr<ControlPlane>, kRanks> planes_;
-};
 
 TEST_F(Planes, TheEndOfTheChainIsWhoWaitsForNobody) {
   waits(1, 2);
@@ -70,6 +27,22 @@ TEST_F(Planes, StaleWordsAreNoExcuse) {
   EXPECT_EQ(plane(0).end_of_chain(1).peer, 1);  // a circle: nobody but the neighbour is known
 }
 
+TEST_F(Planes, WhatWasSentBeforeAQueryIsNoAnswerToIt) {
+  waits(1, 2);
+  waits(2, 3);
+  waits(3, kNoPeer);
+  plane(0).query_positions();  // before this rank has read any of it
+  poll({0});
+  EXPECT_FALSE(plane(0).all_replied());
+  for (const Rank peer : {1, 2, 3}) EXPECT_EQ(plane(0).end_of_chain(peer).peer, peer) << "silent";
+  poll({1, 3, 0});
+  EXPECT_FALSE(plane(0).all_replied());
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 2);
+  poll({2, 0});
+  EXPECT_TRUE(plane(0).all_replied());
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 3);
+}
+
 TEST_F(Planes, InACircleTheSilentRankIsNamed) {
   waits(0, 1);
   waits(1, 0);
@@ -80,9 +53,20 @@ TEST_F(Planes, InACircleTheSilentRankIsNamed) {
 
 TEST_F(Planes, WhoClosedCleanlyIsNotExpectedToAnswer) {
   plane(3).close_gracefully(Deadline::after(0));
+  plane(2).close_now();
   plane(0).query_positions();
-  poll({1, 2, 0});
+  poll({1, 0});
   EXPECT_TRUE(plane(0).all_replied());
+}
+
+TEST_F(Planes, RepliesAreAwaitedUntilAllHaveComeOrTimeIsUp) {
+  plane(0).query_positions();
+  EXPECT_TRUE(plane(0).awaits_replies(60));
+  EXPECT_FALSE(plane(0).awaits_replies(0));
+  poll({1, 2, 0});
+  EXPECT_TRUE(plane(0).awaits_replies(60));
+  poll({3, 0});
+  EXPECT_FALSE(plane(0).awaits_replies(60));
 }
 
 TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
@@ -114,6 +98,17 @@ TEST_F(Planes, WhoWaitsElsewhereEndsTheChainOutside) {
   EXPECT_EQ(plane(0).end_of_chain(1).peer, 2);
 }
 
+TEST_F(Planes, WhoOnlyServesKnowsWhetherItWasAsked) {
+  waits(1, 2);
+  EXPECT_FALSE(plane(0).serve());
+  plane(2).query_positions();
+  waits(1, 3);
+  EXPECT_TRUE(plane(0).serve());
+  EXPECT_FALSE(plane(0).serve());
+  plane(2).poll();
+  EXPECT_GT(plane(2).last_position_of(0).received_at, ControlPlane::Clock::time_point());
+}
+
 TEST_F(Planes, WhatEndsCallsIsKeptByWhoOnlyServes) {
   plane(3).query_positions();
   plane(1).say_failure(
@@ -123,43 +118,48 @@ TEST_F(Planes, WhatEndsCallsIsKeptByWhoOnlyServes) {
   EXPECT_THROW(plane(0).poll(), RootCause);
 }
 
-// Near the end of 32 bits, too, an inquiry is answered.
-TEST(ControlPlane, AnInquiryMayNameAnyCall) {
-  for (const std::uint64_t call : {0ULL, 0xFFFFFFFEULL, 0xFFFFFFFFULL, ~0ULL}) {
-    ControlPlane plane(0, 2, [] { return Position{}; });
-    transport::Control peer(1, 2);
-    auto [own, other] = transport::unix_ends();
-    plane.adopt(std::move(own), 1);
-    peer.adopt(std::move(other), 0);
-    transport::ControlFrame question;
-    question.type = transport::ControlType::kInquiry;
-    question.value = call;
-    peer.send(0, question);
-    plane.poll();
-    const auto answer = peer.poll();
-    ASSERT_TRUE(answer);
-    EXPECT_EQ(answer->frame.type, transport::ControlType::kAnswer);
-    EXPECT_NE(answer->frame.flags & transport::kLast, 0u);
+TEST_F(Planes, APositionTellsTheCallAndTheWait) {
+  stands(1, {true, 3, 5, 7, 0.25, kNoPeer});
+  plane(1).begin_call(plan_of(Collective::kBroadcast, 10), {9, "(2, 5)"});
+  poll({0});
+  const auto& frame = plane(0).last_position_of(1).frame;
+  EXPECT_EQ(frame.type, transport::ControlType::kPosition);
+  EXPECT_EQ(frame.calls, 1U);
+  EXPECT_EQ(frame.flags, transport::kInCall);
+  EXPECT_EQ(frame.culprit, 3);
+  EXPECT_EQ(frame.round, 5);
+  EXPECT_EQ(frame.segment, 7U);
+  EXPECT_EQ(frame.value, 250U);
+  EXPECT_EQ(transport::text_of(frame), plane(1).history().after(1)->text());
+  EXPECT_EQ(frame.digest, plane(1).history().after(1)->digest);
+  EXPECT_EQ(frame.fingerprint, plane(1).history().after(1)->fingerprint);
+}
+
+TEST_F(Planes, WhoClosedIsTheCauseWhereItsLinkEnds) {
+  call(0, Collective::kBroadcast);
+  plane(1).close_now(/*alone=*/true);
+  const auto broken = std::make_exception_ptr(TransportError("the link broke", 1));
+  try {
+    std::rethrow_exception(plane(0).root_cause(broken));
+  } catch (const TransportError& error) {
+    EXPECT_EQ(error.peer(), 1);
+    EXPECT_TRUE(error.alone());
+    EXPECT_TRUE(std::string(error.what())
+                    .starts_with("rank 0: rank 1 closed its communicator, or ended its program, "
+                                 "after 0 calls, while "
+                                 "others still waited for it in call 0, broadcast"))
+        << error.what();
   }
 }
 
-struct Stop {};
-
-// Ends a wait at its first turn.
-void stop() { throw Stop(); }
+TEST_F(Planes, AnErrorOfTheProgramIsItsOwnCause) {
+  const auto wrong = std::make_exception_ptr(InvalidArgument("no such dtype"));
+  EXPECT_EQ(plane(0).root_cause(wrong), wrong);
+}
 
 TEST_F(Planes, WhoWaitsForTheRootCauseCanBeInterrupted) {
   const auto broken = std::make_exception_ptr(TransportError("the link broke", 1));
   EXPECT_THROW(plane(0).root_cause(broken, stop), Stop);
-}
-
-TEST_F(Planes, AnInquiryCanBeInterrupted) {
-  EXPECT_THROW(plane(0).inquire({0, "they differ"}, stop), Stop);
-}
-
-TEST_F(Planes, ALeaveCanBeInterrupted) {
-  const Deadline together = Deadline::after(30);
-  EXPECT_THROW(plane(0).close_gracefully({Deadline::never(), stop}, together), Stop);
 }
 
 }  // namespace exec_control_plane_test

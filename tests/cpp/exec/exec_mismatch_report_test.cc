@@ -52,6 +52,57 @@ TEST(MismatchReport, SaysWhoSaidNothing) {
       "rank 3 left after 1 call; rank 4 did not say in time");
 }
 
+// A rank that is beyond the call, and has forgotten it.
+TEST(MismatchReport, WhoIsDoneWithTheCallHasNotLeftItOut) {
+  MismatchReport report(4);
+  report.add(0, frame(3, 1, 10, "a"));
+  report.add(1, frame(3, 2, 20, "b"));
+  report.add(2, frame(4, 1, 10, "later"));
+  report.mark_final(2);
+  report.add(3, frame(2, 1, 10, "before"));
+  report.mark_final(3);
+  EXPECT_EQ(report.summary(),
+            "ranks disagree in call 2: rank 0 called a; rank 1 called b; rank 2 did not say in "
+            "time; rank 3 had not come to it");
+}
+
+TEST(MismatchReport, TellsFourCallsAndCountsTheOthers) {
+  for (int ranks = 2; ranks <= 7; ++ranks) {
+    MismatchReport report(ranks);
+    std::string expected = "ranks disagree in call 0: ";
+    for (Rank rank = 0; rank < ranks; ++rank) {
+      const auto number = static_cast<std::uint32_t>(rank);
+      const std::string call = "call " + std::string(1, static_cast<char>('a' + rank));
+      report.add(rank, frame(1, number + 1, number + 10, call));
+      if (rank < 4)
+        expected += (rank > 0 ? "; rank " : "rank ") + std::to_string(rank) + " called " + call;
+    }
+    if (ranks > 4) expected += "; " + std::to_string(ranks - 4) + " other calls by the rest";
+    EXPECT_EQ(report.summary(), expected);
+  }
+}
+
+TEST(MismatchReport, KeepsTheValueThatAnAnswerBrings) {
+  MismatchReport report(3);
+  const auto say = [&](Rank from, ControlType type, std::uint64_t value, std::uint32_t flags = 0) {
+    ControlFrame said = frame(2, 1, 10, "a", type);
+    said.value = value;
+    said.flags = flags;
+    report.add(from, said);
+  };
+  say(0, ControlType::kPosition, 99);
+  EXPECT_EQ(report.value(1, 0), std::nullopt);
+  say(0, ControlType::kAnswer, 5);
+  EXPECT_EQ(report.value(1, 0), 5U);
+  say(0, ControlType::kPosition, 99);
+  say(0, ControlType::kAnswer, 98, transport::kLast);
+  EXPECT_EQ(report.value(1, 0), 5U);
+  say(1, ControlType::kAnswer, 0, transport::kLast);
+  EXPECT_EQ(report.value(1, 1), std::nullopt);
+  EXPECT_EQ(report.value(0, 0), std::nullopt);
+  EXPECT_EQ(report.value(1, 2), std::nullopt);
+}
+
 TEST(MismatchReport, KnowsThatAnEarlierCallDiffered) {
   MismatchReport report(3);
   for (Rank rank : {0, 2}) report.add(rank, frame(100, 1, 10, "a"));

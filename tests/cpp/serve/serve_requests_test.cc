@@ -115,18 +115,17 @@ TEST(Shard, RefusesFramesThatNoClientSends) {
   refused([](MessageHeader& h) { h.count -= 1; }, payload.size() - 4);
   refused([](MessageHeader& h) { h.flags = kFirst | kLast; }, payload.size());
   refused([](MessageHeader& h) { h.flags = 0; }, payload.size());
-  refused([](MessageHeader& h) { h.codec = 99; }, payload.size());
+  const auto codecs = static_cast<std::uint16_t>(table.codecs.size());
+  refused([=](MessageHeader& h) { h.codec = codecs; }, payload.size());
   refused([](MessageHeader& h) { h.extra = 0x7F800000; }, payload.size());
   shard.push(1, {good, payload});  // a good one; then one of another push in its middle
   refused([](MessageHeader& h) { h.flags = 0, h.sequence = 5; }, payload.size());
-  EXPECT_THROW(shard.begin_pull(1,
-                                [] {
-                                  MessageHeader header;
-                                  header.codec = 3;
-                                  header.extra = 1;
-                                  return header;
-                                }()),
-               InvalidArgument);
+  MessageHeader pull;
+  pull.codec = codecs;
+  EXPECT_THROW(shard.begin_pull(1, pull), InvalidArgument);
+  pull.codec = 3;
+  pull.extra = 1;  // a difference to values that this client has not pulled
+  EXPECT_THROW(shard.begin_pull(1, pull), InvalidArgument);
 }
 
 }  // namespace serve_requests_test

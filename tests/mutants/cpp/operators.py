@@ -106,6 +106,6 @@ def _spans(code: str) -> Iterator[tuple[int, int]]:
         if each not in "{};" or (each == ";" and depth > 0):
             continue
         first = at - len(code[begin:at].lstrip())
-        if each == ";" and first < at and code[first] not in ")]":
+        if each == ";" and first < at and code[first] not in ")],":
             yield first, at + 1
         begin, depth = at + 1, 0
