@@ -87,6 +87,12 @@ TEST_F(Planes, WhoLeavesAfterAnotherNumberOfCallsDisagrees) {
   }
 }
 
+TEST_F(Planes, TheFirstRankMayBeTheOneThatLeft) {
+  call(3, Collective::kAllReduce);
+  plane(0).close_now();
+  EXPECT_THROW(plane(3).close_now(), Disagreement);
+}
+
 TEST_F(Planes, ALeaveWaitsForAllButThoseThatFailed) {
   for (const Rank rank : {0, 1, 2}) call(rank, Collective::kBroadcast);
   for (const Rank rank : {1, 2}) idles(rank);

@@ -82,6 +82,15 @@ TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
   }
 }
 
+TEST_F(Planes, TheExplanationOfALinksFailureMayComeLater) {
+  int turns = 0;
+  const auto broken = std::make_exception_ptr(TransportError("the link broke", 1));
+  const auto cause = plane(0).root_cause(broken, [&] {
+    if (++turns == 1) fails(1, std::make_exception_ptr(TransportError("rank 2 is gone", 2)));
+  });
+  EXPECT_EQ(text_of(cause), "rank 2 is gone");
+}
+
 TEST_F(Planes, WhoWaitsElsewhereEndsTheChainOutside) {
   waits(1, 2);
   waits_elsewhere(2, 7);
@@ -140,7 +149,7 @@ TEST_F(Planes, WhoClosedIsTheCauseWhereItsLinkEnds) {
   plane(1).close_now(/*alone=*/true);
   const auto broken = std::make_exception_ptr(TransportError("the link broke", 1));
   try {
-    std::rethrow_exception(plane(0).root_cause(broken));
+    std::rethrow_exception(plane(0).root_cause(broken, stop));  // at once
   } catch (const TransportError& error) {
     EXPECT_EQ(error.peer(), 1);
     EXPECT_TRUE(error.alone());

@@ -68,8 +68,9 @@ struct Job {
 void for_each_job(const auto& check) {
   for (const Recipe& recipe : schedule::all_recipes(/*most_ranks=*/6)) {
     check(Job(recipe, "none"));
-    if (reduces(recipe.collective) && schedule::verify(schedule::generate(recipe)).in_tree)
-      check(Job(recipe, "int8"));
+    if (!reduces(recipe.collective) || !schedule::verify(schedule::generate(recipe)).in_tree)
+      continue;
+    for (const char* codec : {"int8", "fp16"}) check(Job(recipe, codec));
   }
 }
 

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "exec_ranks.h"
+#include "gradwire/base/error.h"
+#include "gradwire/base/wire.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/schedule.h"
 
@@ -55,6 +57,43 @@ TEST(Plan, EverySegmentFitsItsMessageBesideManyScalars) {
     comm.run(request);
     EXPECT_EQ(values, std::vector<float>(values.size(), 2.0F));
   });
+}
+
+// Two segments of three cache lines are of one and two, which is too long: so there are three.
+TEST(Plan, SegmentsBecomeMoreUntilTheLongestFits) {
+  const auto segments = [](std::size_t room) {
+    Binding binding;
+    binding.counts = {48};
+    binding.codec = codec::make_codec("none");
+    binding.max_message = room + sizeof(FrameHeader);
+    return Plan(schedule::generate({Collective::kAllReduce, "star", 2, 0, {}}), binding).segments();
+  };
+  EXPECT_EQ(segments(192), 1);
+  EXPECT_EQ(segments(128), 2);
+  EXPECT_EQ(segments(120), 3);
+  EXPECT_EQ(segments(64), 3);
+  EXPECT_THROW(segments(63), ScheduleError);
+}
+
+TEST(Plan, NamesTheOpsThatAreDefined) {
+  for (const DType dtype : {DType::kFloat32, DType::kInt32, DType::kInt8}) {
+    std::string defined;
+    for (int i = 0; i < kReduceOps; ++i)
+      if (const auto op = static_cast<ReduceOp>(i); is_defined(op, dtype))
+        defined += (defined.empty() ? "" : ", ") + std::string(name_of(op));
+    for (int i = 0; i < kReduceOps; ++i) {
+      OpSpec spec;
+      spec.dtype = dtype;
+      spec.op = static_cast<ReduceOp>(i);
+      try {
+        Plan::check_types(spec, *codec::make_codec("none"));
+        EXPECT_TRUE(is_defined(spec.op, dtype));
+      } catch (const InvalidArgument& error) {
+        EXPECT_FALSE(is_defined(spec.op, dtype));
+        EXPECT_NE(std::string(error.what()).find("use one of: " + defined), std::string::npos);
+      }
+    }
+  }
 }
 
 // Addends of the same elements stand one after the other, and what they add up to is sent next.

@@ -149,7 +149,9 @@ TEST(Hierarchical, GroupsAreTakenIfAndOnlyIfTheyListEachRankOnce) {
       const Groups groups = {{list.begin(), middle}, {middle, list.end()}};
       const bool good = sorted == all && cut > 0 && cut < list.size();
       const Recipe recipe{Collective::kAllReduce, "hierarchical(ring,ring)", kRanks, 0, groups};
-      EXPECT_EQ(error_of(recipe) == "no error", good) << testing::PrintToString(groups);
+      const std::string error = error_of(recipe);
+      EXPECT_EQ(error == "no error", good) << testing::PrintToString(groups);
+      EXPECT_EQ(error.starts_with("hierarchical: "), !good) << error;
     }
     for (Rank next = -1; list.size() < 4 && next <= kRanks; ++next) {
       lists.push_back(list);

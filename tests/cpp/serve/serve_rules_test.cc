@@ -184,6 +184,13 @@ TEST(Rules, SayWhatIsWrong) {
     EXPECT_TRUE(std::string(error.what()).starts_with("rule sgd: unknown parameter"))
         << error.what();
   }
+  try {
+    make_rule("sgb:rate=1");
+    ADD_FAILURE();
+  } catch (const InvalidArgument& error) {
+    EXPECT_STREQ(error.what(),
+                 "unknown rule 'sgb'; use one of: sgd, momentum, adagrad, adam, staged");
+  }
 }
 
 }  // namespace serve_rules_test

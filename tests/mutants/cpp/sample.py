@@ -28,8 +28,8 @@ def main() -> int:
     counts = _try_all(trials, drawn, texts, options)
     tried = counts["killed"] + counts["survived"]
     share = counts["killed"] / max(tried, 1)
-    print(f"seed {options.seed}: {counts['killed']} of {tried} killed, {share:.0%}; not counted: ")
-    print(f"{counts['equivalent']} equivalents, {counts['no build']} that do not compile")
+    print(f"seed {options.seed}: {counts['killed']} of {tried} killed, {share:.0%}")
+    print(f"besides: {counts['equivalent']} equivalents, {counts['no build']} that do not compile")
     return 0 if share >= options.share else 1
 
 
