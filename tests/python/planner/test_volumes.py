@@ -44,5 +44,13 @@ def test_tables_of_which_few_rows_are_read_are_sparse() -> None:
     assert found[0].sent["sparse"] == 3 * 20 * 32 * (64 * 4 + 8)
 
 
+@pytest.mark.parametrize(("batch", "read"), [(1, 20), (49, 980), (50, 1000), (51, 1000)])
+def test_a_rank_gathers_no_row_twice(batch: int, read: int) -> None:
+    """It gathers the rows that each other rank has read, at most all of them."""
+    table = Network("table", "20 rows", (embedding("words", 1000, 64, 20),))
+    (found,) = volumes(table, 4, batch)
+    assert found.sent["sparse"] == 3 * read * (64 * 4 + 8)
+
+
 def test_one_rank_sends_nothing() -> None:
     assert total(volumes(network("nin"), 1, 32)) == 0
