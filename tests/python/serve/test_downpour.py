@@ -326,6 +326,28 @@ def test_what_is_too_stale_is_pushed_with_the_next_one(make: Make) -> None:
     assert torch.equal(mine, torch.full((50,), -21.0))
 
 
+def test_staleness_counts_from_the_values_that_are_installed(make: Make) -> None:
+    """With `fetch="ahead"` newer ones may be here already, which no gradient has seen yet."""
+    mine, others = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
+    options: dict[str, Any] = {"max_staleness": 0, "fetch": "ahead"}
+    here, there = (make([each], serve.SGD(lr=1.0), **options) for each in (mine, others))
+    mine.grad, others.grad = torch.full((50,), 10.0), torch.full((50,), 1.0)
+    there.step()
+    there.fetch()
+    mine.grad.zero_()
+    here.fetch()
+    before = here.server.stale
+    there.step()
+    there.fetch()
+    here._request()
+    assert here._incoming is not None
+    here._incoming.wait()  # has come, and is not installed
+    mine.grad.fill_(10.0)
+    here.step()
+    here.fetch()
+    assert here.server.stale == before + 2
+
+
 def test_what_has_accrued_is_saved(make: Make) -> None:
     parameter, other = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     options: dict[str, Any] = {"n_push": 3, "n_fetch": 3}
