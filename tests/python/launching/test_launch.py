@@ -371,7 +371,9 @@ def test_a_rank_that_is_reaped_already_is_watched_without_a_word() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     with Watcher() as watcher:
-        _Launch([], 1, {}, tag=False, notes=-1, watcher=watcher)._watch(0, process.pid)
+        launch = _Launch([], 1, {}, tag=False, notes=-1, watcher=watcher)
+        launch._watch(0, process.pid)
+        assert launch._events.empty()
 
 
 def test_it_runs_beside_the_main_thread(script: Callable[[str], str]) -> None:

@@ -247,7 +247,11 @@ def test_a_fork_does_not_wait(connect: Connect) -> None:
 
 def test_a_server_takes_a_free_port(job_secret: str, stack: ExitStack) -> None:
     server = stack.enter_context(serve.Server(1, store="tcp://127.0.0.1:0"))
-    stack.enter_context(serve.connect(full(1), serve.SGD(lr=1.0), store=server.store))
+    assert int(server.store.rpartition(":")[2]) > 0
+    ps = stack.enter_context(serve.connect(full(1), serve.SGD(lr=1.0), store=server.store))
+    found = full(0)
+    ps.pull(found)
+    assert np.array_equal(found, full(1))
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
