@@ -1,0 +1,1 @@
+"""Mutation runs over the Python code."""

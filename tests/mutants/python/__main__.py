@@ -1,0 +1,115 @@
+"""`PYTHONPATH=tests python -m mutants.python`: whether tests notice small changes in the code.
+
+A random sample of mutants, each with the tests that `TESTS` has for its file. They run in copies of
+what is committed, so that the working tree stays as it is. (mutmut runs tests in one process, which
+those that have threads and ranks do not survive; cosmic-ray knows one command for all files.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants.python.operators import Change, changes
+from mutants.python.selection import EQUIVALENT, TESTS
+from mutants.python.trees import ROOT, Job, Tree, run
+
+_GOAL = 0.9  # share of mutants that tests notice
+
+
+class Mutant(NamedTuple):
+    """One changed file."""
+
+    path: str  # in python/gradwire
+    source: bytes
+    change: Change
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The tests for this file."""
+        return TESTS[next(each for each in TESTS if self.path.startswith(each))]
+
+    @property
+    def diff(self) -> list[str]:
+        """The lines that differ, without context."""
+        before = self.source.decode().splitlines()
+        after = self.change.of(self.source).decode().splitlines()
+        lines = difflib.unified_diff(before, after, lineterm="", n=0)
+        return [each for each in lines if not each.startswith(("---", "+++", "@@"))]
+
+    @property
+    def place(self) -> str:
+        """Its file and line."""
+        return f"{self.path}:{self.source[: self.change.start].count(10) + 1}"
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether nothing can notice it."""
+        return (self.path, " ".join(each[1:].strip() for each in self.diff)) in EQUIVALENT
+
+
+def _mutants(package: Path, only: str) -> list[Mutant]:
+    """All mutants of files whose path fits."""
+    paths = sorted(str(each.relative_to(package)) for each in package.rglob("*.py"))
+    return [
+        Mutant(path, source, change)
+        for path in paths
+        if path.startswith(tuple(TESTS)) and re.search(only, path)
+        for source in [(package / path).read_bytes()]
+        for change in changes(source)
+    ]
+
+
+def _limits(trees: list[Tree], chosen: list[Mutant]) -> dict[tuple[str, ...], float]:
+    """Seconds for each set of tests, which must pass as things are."""
+    limits = {}
+    for job, how, tree in run(trees, [Job(each, 900) for each in {m.tests: 0 for m in chosen}]):
+        print(f"{tree.seconds:4.0f} s  {' '.join(job.tests)}", flush=True)
+        if how != "passed":
+            sys.exit(f"{tree.log}\n{how} without any change")
+        limits[job.tests] = 60 + 3 * tree.seconds
+    return limits
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mutants.python", description=__doc__)
+    parser.add_argument("--count", type=int, default=100, help="the number of mutants")
+    parser.add_argument("--seed", type=int, default=random.randrange(10_000))
+    parser.add_argument("--only", default="", help="a regular expression of files")
+    parser.add_argument("--workers", type=int, default=2, help="the number of mutants at a time")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the sample; returns 1 where tests notice less than they should."""
+    options = _parsed()
+    trees = [Tree(ROOT / f"build/mutants/{each}") for each in range(options.workers)]
+    known = _mutants(trees[0].package, options.only)
+    sample = random.Random(options.seed).sample(known, min(options.count, len(known)))
+    print(f"seed {options.seed}: {len(sample)} of {len(known)} mutants", flush=True)
+    chosen = [each for each in sample if not each.is_equivalent]
+    limits = _limits(trees, chosen)
+    jobs = {Job(m.tests, limits[m.tests], m.path, m.change.of(m.source)): m for m in chosen}
+    counts: Counter[str] = Counter()
+    for job, how, _ in run(trees, jobs):
+        counts[how] += 1
+        word = "SURVIVED" if how == "passed" else how
+        print(
+            f"{counts.total():3} {word:9} {jobs[job].place}",
+            *jobs[job].diff,
+            sep="\n    ",
+            flush=True,
+        )
+    killed = counts["failed"] + counts["timed out"]
+    share = killed / max(1, len(jobs))
+    print(f"{killed} of {len(jobs)} killed ({share:.0%}), {len(sample) - len(chosen)} equivalent")
+    return int(share < _GOAL)
+
+
+sys.exit(main())

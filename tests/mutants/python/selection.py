@@ -1,0 +1,65 @@
+"""The files that are mutated, which tests concern each, and mutants that no test can notice."""
+
+from __future__ import annotations
+
+_PLANNER = (
+    *("planner/test_volumes.py", "planner/test_steps.py", "planner/test_tables.py"),
+    *("planner/test_advise.py", "--deselect=planner/test_advise.py::test_a_module_is_walked"),
+)
+_CALLS = tuple(
+    f"calls/test_{each}.py" for each in ("arguments", "async", "several_arrays", "repeated_calls")
+)
+_ELASTIC = tuple(
+    f"torch_elastic/test_elastic_{each}.py" for each in ("commits", "errors", "buffers", "training")
+)
+_FEEDBACK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("feedback", "amp", "saved"))
+_HOOK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("hook", "failures", "features"))
+
+
+def _backend(*names: str) -> tuple[str, ...]:
+    return tuple(f"torch_backend/test_backend_{each}.py" for each in names)
+
+
+# The first that a path in python/gradwire begins with decides. Tests are in tests/python.
+TESTS: dict[str, tuple[str, ...]] = {
+    "_calls/objects.py": ("calls/test_whole_call_timeouts.py", "calls/test_objects.py"),
+    "_calls/variable.py": ("calls/test_whole_call_timeouts.py", "calls/test_variable_sizes.py"),
+    "_calls/scaling.py": ("calls/test_scaling.py",),
+    "_calls/python_codec.py": ("compression/test_python_codecs.py",),
+    "_calls/reductions.py": (
+        *("compression/test_codec_payloads.py", "compression/test_feedback.py"),
+        *("calls/test_arguments.py", "calls/test_several_arrays.py"),
+    ),
+    "_calls/collectives.py": _CALLS,
+    "_calls/on_cpu.py": _CALLS,
+    "_calls/options.py": _CALLS,
+    "_calls/work.py": _CALLS,
+    "_bootstrap/connect.py": ("joining/test_rendezvous.py", "joining/test_shortages.py"),
+    "_bootstrap/store": ("joining/test_store.py",),
+    "_bootstrap/door.py": ("elastic/test_door.py", "elastic/test_mute_guests.py"),
+    "torch/_downpour": ("serve/test_downpour.py", "serve/test_downpour_codecs.py"),
+    "torch/elastic/averaging.py": _ELASTIC,
+    "torch/elastic/session.py": _ELASTIC,
+    "torch/elastic/members.py": ("torch_elastic/test_elastic_decisions.py",),
+    "torch/_step/buckets.py": _HOOK,
+    "torch/_step/gradient_scale.py": _FEEDBACK,
+    "torch/_step/guard.py": ("torch_hook/test_torch_guard.py",),
+    "torch/_step/momentum.py": ("torch_hook/test_torch_momentum.py",),
+    "torch/_step/repacking.py": (*_HOOK, "torch_hook/test_torch_rules.py"),
+    "torch/_step/residual_state.py": _FEEDBACK,
+    "torch/_step/rules.py": ("torch_hook/test_torch_rules.py", "torch_hook/test_torch_defaults.py"),
+    "torch/_step/steps.py": _HOOK,
+    "torch/backend/collectives.py": _backend("collectives", "views"),
+    "torch/backend/mailbox.py": _backend("messages"),
+    "torch/backend/operations.py": _backend("works", "called_from_cpp", "messages"),
+    "torch/backend/point_to_point.py": _backend("messages", "views"),
+    "torch/backend/staging.py": _backend("views", "collectives"),
+    "_planner/advice.py": _PLANNER,
+    "_planner/exchanges.py": _PLANNER,
+    "_planner/judgement.py": _PLANNER,
+    "_planner/steps.py": _PLANNER,
+    "_planner/volumes.py": _PLANNER,
+}
+
+# By file, and the lines that differ: the old and the new ones.
+EQUIVALENT: dict[tuple[str, str], str] = {}
