@@ -14,6 +14,7 @@
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed. KIND=training
 #                  over the backend of torch.distributed, serving: servers and clients of a parameter
 #                  server, elastic: ranks that die, stop and join, elastic_training: the same in trainings
+#   make mutants   COUNT=100 small changes in the code, from a SEED, and whether tests notice them
 #   make soak      MINUTES=120 of a bit of everything, after which memory must have come to a plateau
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
 PYTHON ?= python3
@@ -39,7 +40,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh'
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
 .PHONY: demo test test-cpp test-python test-with nightly bench docs lint lint-check wheel cuda sanitize \
-  sanitize-build faults soak fuzz fuzz-build build tools clean
+  sanitize-build faults mutants soak fuzz fuzz-build build tools clean
 demo: build
 	@sh .ci/system-packages --demo
 	$(BIN)/python -m bench.training.demo $(ARGS)
@@ -72,6 +73,7 @@ nightly:
 	$(MAKE) faults KIND=serving COUNT=200
 	$(MAKE) faults KIND=elastic
 	$(MAKE) faults KIND=elastic_training COUNT=300
+	$(MAKE) mutants COUNT=100
 	$(MAKE) soak
 	$(MAKE) fuzz FUZZ_SECONDS=600
 	$(MAKE) sanitize SANITIZE_CUDA=ON
@@ -103,6 +105,11 @@ cuda: build $(VENV)/test-packages
 faults: build $(VENV)/test-packages
 	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults$(if $(KIND),.$(KIND)) --count $(COUNT) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# In a copy of what is committed. ARGS: of the run over Python, such as `--only torch/elastic`.
+mutants: build $(VENV)/test-packages
+	PYTHONPATH=tests $(BIN)/python -m mutants.python --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m mutants.cpp
 
 MINUTES ?= 120
 soak: build $(VENV)/test-packages
