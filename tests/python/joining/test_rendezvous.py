@@ -25,7 +25,7 @@ from gradwire._bootstrap import mesh as _mesh
 from gradwire._bootstrap import rendezvous as _rendezvous
 from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.connect import _require_route, connect_mesh
-from gradwire._bootstrap.handshake import Purpose
+from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, client_handshake
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, explicit
 from gradwire._bootstrap.mesh import (
@@ -321,6 +321,41 @@ def test_a_mesh_can_be_made_through_any_all_gather(closing: Closing) -> None:
         )
 
     assert_connected(closing(on_threads([call(rank) for rank in range(3)])), "shm")
+
+
+@pytest.mark.parametrize(("communicator", "epoch"), [(78, 1), (77, 2)], ids=["other", "restarted"])
+def test_a_rank_of_another_communicator_or_start_is_not_taken_for_this_ones(
+    communicator: int, epoch: int, closing: Closing
+) -> None:
+    """It has the same job, secret and number, and comes first."""
+    addresses: dict[int, bytes] = {}
+    barrier = threading.Barrier(2)
+
+    def exchange(rank: int) -> Callable[[bytes, Deadline], list[bytes]]:
+        def all_gather(address: bytes, deadline: Deadline) -> list[bytes]:
+            addresses[rank] = address
+            barrier.wait(deadline.remaining)
+            if rank == 1:
+                knock(unpack_address_info(addresses[0], 0), deadline)
+            return [addresses[each] for each in range(2)]
+
+        return all_gather
+
+    def knock(info: AddressInfo, deadline: Deadline) -> None:
+        for purpose in Purpose.CONTROL, Purpose.COLLECTIVE, Purpose.P2P:
+            hello = Hello("job", purpose, communicator, epoch, source=1, target=0)
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect("\0" + info.unix)
+                with pytest.raises((HandshakeError, OSError)):
+                    client_handshake(sock, hello, SECRET, deadline)
+
+    def call(rank: int) -> Callable[[], Mesh]:
+        job = Job("job", SECRET, epoch=1)
+        return lambda: connect_mesh(
+            job, exchange(rank), rank=rank, size=2, communicator=77, deadline=Deadline(20)
+        )
+
+    assert_connected(closing(on_threads([call(rank) for rank in range(2)])), "shm")
 
 
 def test_threads_get_meshes_of_socket_pairs() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from gradwire import CostModel
+from gradwire import CostModel, codec
 from gradwire.lab.planner import steps
 from gradwire.lab.planner.exchanges import Cluster, payload, payloads, usual_share
 from gradwire.lab.planner.tables.catalogue import network
@@ -85,6 +86,15 @@ def test_payloads_have_their_usual_size() -> None:
     assert here.seconds("ring", 16 << 20, "int8") == pytest.approx(0.25 * wire, rel=0.08)
     few, many = (usual_share("topk", ranks) for ranks in (2, 64))
     assert few < 0.1 < many <= 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sparse_payloads_are_gathered(ranks: int) -> None:
+    """A rank receives the payload of each other one, none of which grows on the way."""
+    values = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
+    bits = 8 * (ranks - 1) * len(codec.get("topk").encode(values))
+    found = cluster(ranks, "1mbit").seconds("ring", values.nbytes, "topk")
+    assert found == pytest.approx(bits / 1e6, rel=0.08)
 
 
 def test_biased_codecs_leave_ends_to_int8() -> None:
