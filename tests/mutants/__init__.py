@@ -1,1 +1,1 @@
-"""Small changes to the sources, each of which some test must notice."""
+"""Mutation runs: small changes of the sources, which the tests must notice."""

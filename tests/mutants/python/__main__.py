@@ -8,62 +8,15 @@ those that have threads and ranks do not survive; cosmic-ray knows one command f
 from __future__ import annotations
 
 import argparse
-import difflib
 import random
-import re
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
 
-from mutants.python.operators import Change, changes
-from mutants.python.selection import EQUIVALENT, TESTS
+from mutants.python.sample import Mutant, mutants
+from mutants.python.selection import EQUIVALENT
 from mutants.python.trees import ROOT, Job, Tree, run
 
 _GOAL = 0.9  # share of mutants that tests notice
-
-
-class Mutant(NamedTuple):
-    """One changed file."""
-
-    path: str  # in python/gradwire
-    source: bytes
-    change: Change
-
-    @property
-    def tests(self) -> tuple[str, ...]:
-        """The tests for this file."""
-        return TESTS[next(each for each in TESTS if self.path.startswith(each))]
-
-    @property
-    def diff(self) -> list[str]:
-        """The lines that differ, without context."""
-        before = self.source.decode().splitlines()
-        after = self.change.of(self.source).decode().splitlines()
-        lines = difflib.unified_diff(before, after, lineterm="", n=0)
-        return [each for each in lines if not each.startswith(("---", "+++", "@@"))]
-
-    @property
-    def place(self) -> str:
-        """Its file and line."""
-        return f"{self.path}:{self.source[: self.change.start].count(10) + 1}"
-
-    @property
-    def is_equivalent(self) -> bool:
-        """Whether nothing can notice it."""
-        return (self.path, " ".join(each[1:].strip() for each in self.diff)) in EQUIVALENT
-
-
-def _mutants(package: Path, only: str) -> list[Mutant]:
-    """All mutants of files whose path fits."""
-    paths = sorted(str(each.relative_to(package)) for each in package.rglob("*.py"))
-    return [
-        Mutant(path, source, change)
-        for path in paths
-        if path.startswith(tuple(TESTS)) and re.search(only, path)
-        for source in [(package / path).read_bytes()]
-        for change in changes(source)
-    ]
 
 
 def _limits(trees: list[Tree], chosen: list[Mutant]) -> dict[tuple[str, ...], float]:
@@ -90,10 +43,10 @@ def main() -> int:
     """Runs the sample; returns 1 where tests notice less than they should."""
     options = _parsed()
     trees = [Tree(ROOT / f"build/mutants/{each}") for each in range(options.workers)]
-    known = _mutants(trees[0].package, options.only)
+    known = mutants(trees[0].package, options.only)
     sample = random.Random(options.seed).sample(known, min(options.count, len(known)))
     print(f"seed {options.seed}: {len(sample)} of {len(known)} mutants", flush=True)
-    chosen = [each for each in sample if not each.is_equivalent]
+    chosen = [each for each in sample if each.key not in EQUIVALENT]
     limits = _limits(trees, chosen)
     jobs = {Job(m.tests, limits[m.tests], m.path, m.change.of(m.source)): m for m in chosen}
     counts: Counter[str] = Counter()
