@@ -32,6 +32,7 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **dict(itertools.chain(_ARITHMETIC, _COMPARISONS)),
     **{ast.And: ast.Or, ast.Or: ast.And},
 }
+_NEGATED_BY_SWAPS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 _NOT_RUN = ("annotation", "returns", "decorator_list", "bases", "type_params")
 
 
@@ -107,8 +108,8 @@ def _of_condition(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for test in tests:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             yield test, f"({ast.unparse(test.operand)})"
-        elif not (isinstance(test, ast.Compare) and type(test.ops[0]) in (ast.Eq, ast.Is, ast.In)):
-            yield test, f"(not ({ast.unparse(test)}))"  # else it is a swap, too
+        elif not (isinstance(test, ast.Compare) and isinstance(test.ops[0], _NEGATED_BY_SWAPS)):
+            yield test, f"(not ({ast.unparse(test)}))"
 
 
 def _of_expression(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:

@@ -10,7 +10,7 @@ _CALLS = tuple(
     f"calls/test_{each}.py" for each in ("arguments", "async", "several_arrays", "repeated_calls")
 )
 _ELASTIC = tuple(
-    f"torch_elastic/test_elastic_{each}.py" for each in ("commits", "errors", "buffers", "training")
+    f"torch_elastic/test_elastic_{each}.py" for each in ("commits", "errors", "rates", "training")
 )
 _FEEDBACK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("feedback", "amp", "saved"))
 _HOOK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("hook", "failures", "features"))
