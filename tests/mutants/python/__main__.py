@@ -35,8 +35,15 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--only", default="", help="a regular expression of files")
+    parser.add_argument("--limit", type=float, help="seconds; without trying tests as things are")
     parser.add_argument("--workers", type=int, default=2, help="the number of mutants at a time")
     return parser.parse_args()
+
+
+def _told(how: str, tree: Tree) -> str:
+    """Says how a mutant's tests have ended, and which one has failed first."""
+    failed = [each for each in tree.log.splitlines() if each.startswith(("FAILED", "ERROR"))]
+    return "SURVIVED" if how == "passed" else " ".join([how, *failed[:1]])[:150]
 
 
 def main() -> int:
@@ -47,18 +54,20 @@ def main() -> int:
     sample = random.Random(options.seed).sample(known, min(options.count, len(known)))
     print(f"seed {options.seed}: {len(sample)} of {len(known)} mutants", flush=True)
     chosen = [each for each in sample if each.key not in EQUIVALENT]
-    limits = _limits(trees, chosen)
-    jobs = {Job(m.tests, limits[m.tests], m.path, m.change.of(m.source)): m for m in chosen}
+    limits = {} if options.limit else _limits(trees, chosen)
+    jobs = {
+        Job(m.tests, limits.get(m.tests, options.limit), m.path, m.change.of(m.source)): m
+        for m in chosen
+    }
     counts: Counter[str] = Counter()
-    for job, how, _ in run(trees, jobs):
+    for job, how, tree in run(trees, jobs):
         counts[how] += 1
-        word = "SURVIVED" if how == "passed" else how
         print(
-            f"{counts.total():3} {word:9} {jobs[job].place}",
+            f"{counts.total():3} {jobs[job].place} {_told(how, tree)}",
             *jobs[job].diff,
             sep="\n    ",
-            flush=True,
         )
+        sys.stdout.flush()
     killed = counts["failed"] + counts["timed out"]
     share = killed / max(1, len(jobs))
     print(f"{killed} of {len(jobs)} killed ({share:.0%}), {len(sample) - len(chosen)} equivalent")

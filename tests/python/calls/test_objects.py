@@ -99,6 +99,22 @@ def test_what_cannot_be_pickled_is_an_error_on_all_ranks(name: str) -> None:
     assert_all_refuse_and_go_on(outcomes(3, body), words)
 
 
+class Unspeakable:
+    """Cannot be pickled, for a reason that UTF-8 has no bytes for."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("\udcff")
+
+
+def test_a_reason_that_is_no_unicode_reaches_all_ranks() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match="rank 1 cannot pickle its object: ValueError"):
+            comm.all_gather_object(Unspeakable() if comm.rank == 1 else 3)
+        assert comm.all_gather_object(comm.rank) == [0, 1]
+
+    run(2, body)
+
+
 @pytest.mark.parametrize("given", [None, [1, 2], [1, 2, 3, 4], "abc", {0: 1, 1: 2, 2: 3}])
 def test_scatter_takes_one_object_for_each_rank(given: Any) -> None:
     def body(comm: Communicator) -> str:
