@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[3]
-_WARM = ("pytest", "hypothesis", "numpy", "ml_dtypes", "torch")
+_WARM = ("pytest", "numpy", "ml_dtypes", "torch")
 # The installed package's finder, in front of all paths, would find the code that is not mutated.
 _SITE = """import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
@@ -97,12 +98,17 @@ class Tree:
         os.chdir(self._root / "tests/python")
         os.environ["PYTHONPATH"] = str(self._root / "python")
         sys.path.insert(0, os.environ["PYTHONPATH"])
-        exec(_SITE)
-        importlib.import_module("torch")._import_device_backends()  # this tree's, too
-        options = ["-xq", "-p", "no:cacheprovider", "-m", "not nightly"]
-        code = importlib.import_module("pytest").main([*options, *self.job.tests])
-        sys.stdout.flush()
-        os._exit(code)
+        code = 3
+        try:
+            exec(_SITE)
+            importlib.import_module("torch")._import_device_backends()  # this tree's, too
+            options = ["-xq", "-p", "no:cacheprovider", "-m", "not nightly"]
+            code = importlib.import_module("pytest").main([*options, *self.job.tests])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
 
 
 def run(trees: list[Tree], jobs: Iterable[Job]) -> Iterator[tuple[Job, str, Tree]]:

@@ -94,6 +94,11 @@ def test_scaling_begins_with_one_rank(slow: Advice) -> None:
     assert slow.strong[-1][2] < slow.weak[-1][2]
 
 
+def test_scaling_goes_by_powers_of_two_up_to_the_ranks() -> None:
+    found = gradwire.advise("nin", ranks=5, link="1gbit", compute=100.0, codecs=["none"])
+    assert [row[0] for row in found.weak] == [row[0] for row in found.strong] == [1, 2, 4, 5]
+
+
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     line = "advise alexnet --ranks 4 --link 1gbit --device cpu --codecs none int8 --json"
     assert cli.main(line.split()) == 0

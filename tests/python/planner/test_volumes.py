@@ -20,6 +20,7 @@ def test_alexnet_goes_both_ways() -> None:
     """The figures of docs/hybrid.md: 37.7 M weights, and 3.4 M inputs and outputs of 256 images."""
     found = {each.layer.name: each for each in volumes(network("alexnet"), 8, 32)}
     assert found["fc6"].layer.weights == 37_748_736
+    assert found["fc6"].activations == 9216 * 32
     assert found["fc6"].sent["model"] == pytest.approx(2 * 7 / 8 * 4 * (9216 + 4096) * 256)
     assert [name for name, each in found.items() if each.advice == "model"] == ["fc6", "fc7", "fc8"]
     assert {each.advice for name, each in found.items() if name.startswith("conv")} == {"data"}

@@ -289,6 +289,20 @@ def test_impossible_numbers_are_refused(make: Make) -> None:
             make(net().parameters(), serve.SGD(lr=0.1), **{name: -1})
 
 
+@pytest.mark.parametrize("tensors", [1, 3])
+@pytest.mark.parametrize(("norm", "pushed"), [(10.0, 2.0), (1.0, 1.0)])
+def test_all_that_is_pushed_has_at_most_the_norm(
+    make: Make, tensors: int, norm: float, pushed: float
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(50)) for _ in range(tensors)]
+    optimizer = make(parameters, serve.SGD(lr=1.0), clip_norm=2.0)
+    for each in parameters:
+        each.grad = torch.full((50,), norm / (50 * tensors) ** 0.5)
+    optimizer.step()
+    vector = torch.cat([each.detach() for each in parameters])
+    torch.testing.assert_close(vector, torch.full_like(vector, -pushed / len(vector) ** 0.5))
+
+
 def test_an_error_is_raised_once(make: Make) -> None:
     parameter = torch.nn.Parameter(torch.ones(50))
     optimizer = make([parameter], serve.SGD(lr=0.5))
