@@ -94,7 +94,7 @@ def test_sparse_payloads_are_gathered(ranks: int) -> None:
     values = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
     bits = 8 * (ranks - 1) * len(codec.get("topk").encode(values))
     found = cluster(ranks, "1mbit").seconds("ring", values.nbytes, "topk")
-    assert found == pytest.approx(bits / 1e6, rel=0.08)
+    assert found == pytest.approx(bits / 1e6, rel=0.1)
 
 
 def test_biased_codecs_leave_ends_to_int8() -> None:
