@@ -62,6 +62,19 @@ def test_a_value_comes_back_whole(client: StoreClient) -> None:
     assert client.get("empty", 1) == b""
 
 
+def test_a_client_fails_with_the_stores_host(server: StoreServer, client: StoreClient) -> None:
+    """A host that has lost its power closes no connection."""
+    found = client._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert found == (server.address.scheme == "tcp")
+    if server.address.scheme == "tcp":
+        assert client._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
+
+
+def test_a_route_has_the_addresses_of_both_ends(server: StoreServer, client: StoreClient) -> None:
+    local = server.address.scheme == "unix"
+    assert client.route() == (None if local else ("127.0.0.1", "127.0.0.1"))
+
+
 def test_a_later_value_replaces_an_earlier_one(client: StoreClient) -> None:
     client.set("k", b"first")
     client.set("k", b"second")

@@ -32,6 +32,12 @@ def test_buckets_fill_from_the_last_layer() -> None:
     assert found[0].layers[0].name == "l9"
 
 
+def test_a_bucket_that_is_just_full_is_closed() -> None:
+    """As torch's is: here one layer fills the first, and 25 layers the others."""
+    found = steps.buckets(equal_layers(30, 1 << 9))  # of 1 MiB each
+    assert [len(each.layers) for each in found] == [1, 25, 4]
+
+
 def test_buckets_hold_all_parameters() -> None:
     for name in ("googlenet", "gpt2", "vgg16"):
         parts = steps.buckets(network(name))

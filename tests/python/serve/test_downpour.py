@@ -204,6 +204,18 @@ def test_saved_residuals_and_steps_are_taken_up(make: Make) -> None:
     assert all((mine[key]["residual"] == theirs[key]["residual"]).all() for key in mine)
 
 
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [({}, False), ({"push_codec": "int8"}, True), ({"max_staleness": 3}, True)],
+    ids=["whole", "in a codec", "or refused"],
+)
+def test_residuals_are_kept_where_a_push_may_lose_something(
+    make: Make, options: dict[str, Any], keeps: bool
+) -> None:
+    optimizer = make(net().parameters(), serve.SGD(lr=0.1), **options)
+    assert (optimizer.state_dict()["downpour"]["residuals"] is not None) == keeps
+
+
 def test_frozen_parameters_stay_here(make: Make) -> None:
     model = net()
     model[0].requires_grad_(False)  # type: ignore[index]
@@ -301,6 +313,24 @@ def test_all_that_is_pushed_has_at_most_the_norm(
     optimizer.step()
     vector = torch.cat([each.detach() for each in parameters])
     torch.testing.assert_close(vector, torch.full_like(vector, -pushed / len(vector) ** 0.5))
+
+
+def test_arguments_of_connect_reach_it(
+    server: serve.Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    connect = serve.connect
+
+    def noted(*args: Any, **options: Any) -> serve.ParameterServer:
+        given.update(options)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(serve, "connect", noted)
+    options = {"store": server.store, "name": "parameters", "replica": "a", "timeout": 30.0}
+    options |= {"secret": None, "staleness": "divide", "max_staleness": 3, "reconnect": 5.0}
+    optimizer = Downpour([torch.zeros(5, requires_grad=True)], serve.SGD(lr=1.0), **options)  # type: ignore[arg-type]
+    stack.callback(optimizer.close)
+    assert options.items() <= given.items()
 
 
 def test_an_error_is_raised_once(make: Make) -> None:

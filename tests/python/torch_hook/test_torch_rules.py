@@ -36,6 +36,12 @@ def test_the_first_pattern_that_matches_decides() -> None:
     assert not Rules("fp16", [("*", "bf16")]).needs_feedback
 
 
+def test_gradients_without_names_take_the_codec_that_no_pattern_changes() -> None:
+    assert Rules("onebit", [("*", "none")]).default(0) == "onebit"
+    changing = Rules(Stages((0, "none"), (5, "fp16")), [("*", "int8")])
+    assert [changing.default(step) for step in (4, 5)] == ["none", "fp16"]
+
+
 def test_small_parameters_travel_as_they_are_where_the_codec_is_biased() -> None:
     rules = Rules("onebit", [("half", "fp16")], min_elements=100)
     found = [rules.codec(f"of {elements}", elements, 0) for elements in (99, 100)]
