@@ -1,4 +1,4 @@
-// On a real RDMA device (`make test-with WHAT=rdma` boots a machine that has one), as other transports.
+// On a real RDMA device (`make test-with WHAT=rdma` boots a machine with one), as other transports.
 #include "transport_conformance.h"
 
 namespace gradwire::transport {

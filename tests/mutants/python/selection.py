@@ -56,11 +56,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/backend/operations.py": _backend("works", "called_from_cpp", "messages"),
     "torch/backend/point_to_point.py": _backend("messages", "views"),
     "torch/backend/staging.py": (*_backend("views", "collectives"), _COMPRESSED),
-    "_planner/advice.py": _PLANNER,
-    "_planner/exchanges.py": _PLANNER,
-    "_planner/judgement.py": _PLANNER,
-    "_planner/steps.py": _PLANNER,
-    "_planner/volumes.py": _PLANNER,
+    "lab/planner/advice.py": _PLANNER,
+    "lab/planner/exchanges.py": _PLANNER,
+    "lab/planner/judgement.py": _PLANNER,
+    "lab/planner/steps.py": _PLANNER,
+    "lab/planner/volumes.py": _PLANNER,
 }
 
 # By file, and the lines that differ: the old and the new ones.
