@@ -21,6 +21,7 @@ from gradwire._bootstrap import rendezvous_exchange as _exchange
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.through_torch.open_exchange import Question
+from gradwire._communicator import from_mesh
 from hosts import Rank
 from ranks import over_processes
 from stopwatch import own_time
@@ -128,7 +129,7 @@ def assert_all_name(
     """P ranks meet, one of which is killed at a stage: all others raise soon, with its number."""
 
     def make(mesh: Mesh) -> None:
-        with gradwire._from_mesh(mesh, timeout=60):
+        with from_mesh(mesh, timeout=60):
             pass
 
     def body(rank: int) -> tuple[float, gradwire.TransportError]:
