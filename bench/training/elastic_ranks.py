@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from gradwire import Communicator
 from gradwire.torch import elastic, register
-from gradwire.torch._step.rules import Rules
 from gradwire.torch.elastic.averaging import Averager, Averaging
 from gradwire.torch.elastic.buffers import Buffers
+from gradwire.torch.exchange.rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -18,25 +18,25 @@ except ModuleNotFoundError as _missing:
 from gradwire import _autoload
 from gradwire.torch import elastic
 from gradwire.torch._async_save import async_save
-from gradwire.torch._diloco import DiLoCo
 from gradwire.torch._downpour import Downpour
-from gradwire.torch._fsdp.state import FSDPState
 from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._group_calls import monitored_barrier, traffic
-from gradwire.torch._hook import comm_hook
 from gradwire.torch._hybrid import hybrid_plan, parallelize
-from gradwire.torch._optimizers.demo import DeMo
-from gradwire.torch._optimizers.lion import DistributedLion
-from gradwire.torch._optimizers.one_bit_adam import OneBitAdam
 from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
-from gradwire.torch._register import register, stats
-from gradwire.torch._register_fsdp import register_fsdp
 from gradwire.torch._sandblaster import Sandblaster
-from gradwire.torch._state import State
-from gradwire.torch._step.momentum import Momentum
-from gradwire.torch._step.rules import Stages, warm_up
-from gradwire.torch._step.stats import CodecStats, Stats, StepStats
 from gradwire.torch.backend.options import Options
+from gradwire.torch.ddp.hook import comm_hook
+from gradwire.torch.ddp.momentum import Momentum
+from gradwire.torch.ddp.register import register, stats
+from gradwire.torch.ddp.state import State
+from gradwire.torch.exchange.rules import Stages, warm_up
+from gradwire.torch.exchange.stats import CodecStats, Stats, StepStats
+from gradwire.torch.fsdp.register import register_fsdp
+from gradwire.torch.fsdp.state import FSDPState
+from gradwire.torch.optimizers.demo import DeMo
+from gradwire.torch.optimizers.lion import DistributedLion
+from gradwire.torch.optimizers.one_bit_adam import OneBitAdam
+from gradwire.torch.outer.diloco import DiLoCo
 
 _autoload.register()
 

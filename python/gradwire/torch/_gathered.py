@@ -12,7 +12,7 @@ import torch
 from gradwire._base.arguments import wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch._step.saved import VERSION, require_complete, share
+from gradwire.torch.exchange.saved import VERSION, require_complete, share
 
 
 class SavedState(Protocol):

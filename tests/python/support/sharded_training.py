@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradwire.torch import FSDPState, register_fsdp
-from gradwire.torch._fsdp.shards import ShardedModule, sharded_modules
+from gradwire.torch.fsdp.shards import ShardedModule, sharded_modules
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

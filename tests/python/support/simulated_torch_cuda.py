@@ -19,8 +19,8 @@ from typing import Any
 import simulated_gpu
 import torch
 from gradwire import _core
-from gradwire.torch._step import double_counting
 from gradwire.torch.backend import cuda_staging, operations
+from gradwire.torch.ddp import double_counting
 from simulated_gpu import library
 from torch.utils._pytree import tree_leaves, tree_map
 

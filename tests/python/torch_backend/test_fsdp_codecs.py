@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Stages, register_fsdp
-from gradwire.torch._fsdp.shards import sharded_modules
+from gradwire.torch.fsdp.shards import sharded_modules
 from sharded_training import (
     Books,
     agree,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import State, register
-from gradwire.torch._step.gradient_scale import ScaleTracker
+from gradwire.torch.exchange.gradient_scale import ScaleTracker
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch_training import (

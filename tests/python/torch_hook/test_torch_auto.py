@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Stages, State, register
-from gradwire.torch._step.automatic import choose
-from gradwire.torch._step.defaults import Model
+from gradwire.torch.ddp.automatic import choose
+from gradwire.torch.exchange.defaults import Model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from gradwire.torch._step.completions import Completions
+from gradwire.torch.exchange.completions import Completions
 from ranks import LIMIT
 
 

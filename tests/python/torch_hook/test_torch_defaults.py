@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Momentum, Stages, State, register
-from gradwire.torch._step.defaults import Model, sensitive, settings
+from gradwire.torch.exchange.defaults import Model, sensitive, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, same_everywhere

@@ -15,10 +15,10 @@ import simulated_torch_cuda as simulated
 import torch
 import torch_ranks
 from gradwire.torch import Momentum
-from gradwire.torch._checks import require_features
 from gradwire.torch._ranks.group import communicator_of
-from gradwire.torch._state import State
-from gradwire.torch._step.double_counting import AccumulationCheck
+from gradwire.torch.ddp.checks import require_features
+from gradwire.torch.ddp.double_counting import AccumulationCheck
+from gradwire.torch.ddp.state import State
 from simulated_torch_cuda import cpu, cuda
 
 pytestmark = simulated_gpu.needed

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_ranks
 from gradwire.torch import Momentum, Stages, register
-from gradwire.torch._step.optimizers import is_adaptive
+from gradwire.torch.exchange.optimizer_watch import is_adaptive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, flat, mlp

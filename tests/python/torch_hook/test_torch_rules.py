@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import OneBit
 from gradwire.torch import Momentum, Stages, register, stats, warm_up
-from gradwire.torch._step.rules import Rules
+from gradwire.torch.exchange.rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (

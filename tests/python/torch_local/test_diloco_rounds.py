@@ -10,8 +10,8 @@ import gradwire
 import pytest
 import torch
 from gradwire import Communicator
-from gradwire.torch._local.outer import fragments_of
-from gradwire.torch._local.rounds import Round, Stopwatch, paced_steps
+from gradwire.torch.outer.outer import fragments_of
+from gradwire.torch.outer.rounds import Round, Stopwatch, paced_steps
 from local_training import Trainee, batch, bits, small, weights
 from ranks import LIMIT, outcomes, run
 from torch import nn

@@ -15,7 +15,7 @@ import torch_ranks
 from gradwire import Communicator, InvalidArgument, TransportError
 from gradwire.torch import gather_state_dict, scatter_state_dict
 from gradwire.torch._ranks.group import communicator_of
-from gradwire.torch._step.exchange import Exchange
+from gradwire.torch.exchange.engine import Averages
 from local_training import Trainee, assert_same, bits, small, weights
 from ranks import LIMIT, run
 
@@ -191,23 +191,23 @@ def test_a_survivor_that_missed_an_outer_step_takes_over_its_result(
     fragments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank fails when its averages have come, while the other applies them."""
-    land = Exchange.land
+    wait = Averages.wait
     failing: set[int] = set()
 
-    def fail(self: Exchange) -> None:
-        if id(self._residuals) in failing:
+    def fail(self: Averages) -> None:
+        if id(self._exchange) in failing:
             failing.clear()
-            self.drop()
+            self.undo()
             raise TransportError("rank 1 is gone")
-        land(self)
+        wait(self)
 
-    monkeypatch.setattr(Exchange, "land", fail)
+    monkeypatch.setattr(Averages, "wait", fail)
 
     def body(comm: Communicator) -> Any:
         trainee = Trainee(comm, every=2 * fragments, fragments=fragments, codec="onebit")
         trainee.train(2 * fragments + 1)
         if comm.rank == 2:
-            failing.add(id(trainee.outer._steps._residuals))
+            failing.add(id(trainee.outer._steps._exchange))
             with pytest.raises(TransportError):
                 trainee.step()
             comm.abort("as a failure would")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gradwire import Communicator
 from gradwire.torch import DeMo
-from gradwire.torch._optimizers.dct import Tiles
+from gradwire.torch.optimizers.dct import Tiles
 from local_training import small, weights
 from ranks import run
 from replicated_training import Replica, own_gradients

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire._base.arguments import instance
+from gradwire._base.arguments import instance, wrong
 from gradwire._base.rules import require_pairs
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, ScheduleError, describe
 from gradwire._feedback import ErrorFeedback
 from gradwire._schedules.schedule import Schedule
+from gradwire.torch.exchange.hook_state import HookState
 
+_State = TypeVar("_State", bound=HookState)
 _RankSettings = tuple[str, dict[str, str]]  # why a rank has failed, and its settings
 
 
@@ -22,6 +24,16 @@ def require_feedback(feedback: Any, rules: Any) -> None:
     if feedback is not None and not isinstance(feedback, bool):
         instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
     require_pairs(rules)
+
+
+def require_settings(scaler: Any, optimizer: Any, feedback: Any, rules: Any) -> None:
+    """Raises InvalidArgument for settings of a wrong type."""
+    if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
+        raise wrong(scaler, "scaler", "the GradScaler that scales the loss")
+    groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
+    if optimizer is not None and groups is None:
+        raise wrong(optimizer, "optimizer", "the optimizer that steps the model's parameters")
+    require_feedback(feedback, rules)
 
 
 def require_algorithm(
@@ -62,6 +74,39 @@ def require_alike(
         why = _problem(call, _all_gather_object(group, (why, own)))
     if why:
         raise failure or InvalidArgument(why)
+
+
+def made_alike(
+    make: Callable[[], _State],
+    communicator: Communicator,
+    *,
+    owns_communicator: bool,
+    group: dist.ProcessGroup | None = None,
+    **settings: object,
+) -> _State:
+    """Calls `make` and returns its state if every rank has made its own with the same settings.
+
+    Otherwise raises on all ranks, the error of `make` or InvalidArgument, and closes the state, or
+    the communicator that it was to own. With a `group`, the ranks of a mesh of two dimensions call
+    it, and this is the dimension that the communicator is not of.
+    """
+    state: _State | None = None
+    failure: Exception | None = None
+    try:
+        state = make()
+    except Exception as error:
+        failure = error
+    kept = state is not None and state.feedback is not None
+    try:
+        require_alike(communicator, "register()", {**settings, "feedback": kept}, failure, group)
+    except BaseException:
+        if state is not None:
+            state.close()
+        elif owns_communicator:
+            communicator.close()
+        raise
+    assert state is not None
+    return state
 
 
 def _problem(call: str, every: Sequence[_RankSettings]) -> str:

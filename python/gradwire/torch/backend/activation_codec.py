@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gradwire.torch._step.payloads import Payloads
 from gradwire.torch.backend.options import Options
 from gradwire.torch.backend.reductions import keywords
+from gradwire.torch.exchange.payloads import Payloads
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SUMS = ("sum", "avg")

@@ -12,12 +12,12 @@ from torch.profiler import record_function
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._launch import at_exit
-from gradwire.torch._step.completions import Completions
 from gradwire.torch.backend import cpp_holders
 from gradwire.torch.backend.devices import Devices
 from gradwire.torch.backend.mailbox import Mailbox
 from gradwire.torch.backend.operations import Done, Operation, Several, Waited
 from gradwire.torch.backend.staging import Staging
+from gradwire.torch.exchange.completions import Completions
 
 _THREAD_SECONDS = 2.0  # for a thread to end that nothing keeps any more
 _STRAY_SECONDS = 1.0  # for receives that nobody sent for, when the group is destroyed

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch._step.completions import Completions, error_of
 from gradwire.torch.backend import cpp_holders
+from gradwire.torch.exchange.completions import Completions, error_of
 
 _FOREVER = timedelta(0)  # torch's default of wait(): as long as the operation's own timeout
 

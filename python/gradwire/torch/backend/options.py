@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwire._base.arguments import whole
 from gradwire._calls.reductions import native
 from gradwire.codec import NativeCodec
-from gradwire.torch._step.payloads import Payloads
+from gradwire.torch.exchange.payloads import Payloads
 
 
 class Options:

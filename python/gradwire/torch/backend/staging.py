@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch._step.payloads import Payloads
 from gradwire.torch.backend.operations import Finished, ResultStream, Waited
+from gradwire.torch.exchange.payloads import Payloads
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

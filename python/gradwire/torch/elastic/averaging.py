@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from gradwire._calls.work import Work
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._step.buckets import gradient_elements, real_view
-from gradwire.torch._step.gradient_scale import RatesDifferError, Scaler, ScaleTracker
-from gradwire.torch._step.reductions import RoundedWork, average
-from gradwire.torch._step.repacking import Bucket
-from gradwire.torch._step.residual_state import ResidualState
-from gradwire.torch._step.rules import Rules
 from gradwire.torch.elastic.buffers import Buffers
+from gradwire.torch.exchange.buckets import Bucket, gradient_elements, real_view
+from gradwire.torch.exchange.engine import Exchange
+from gradwire.torch.exchange.gradient_scale import RatesDifferError, Scaler, ScaleTracker
+from gradwire.torch.exchange.residual_state import ResidualState
+from gradwire.torch.exchange.rules import Rules
 
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20  # so that something travels early
@@ -63,14 +62,11 @@ class Averager:
         self._handles = [
             each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._names
         ]
-        self._communicator: Communicator | None = None
-        self._residuals: ResidualState | None = None
-        self._works: list[Work] = []
-        self._to_round: list[RoundedWork] = []  # works with something to do when they are over
+        self._exchange: Exchange | None = None
         self._unconfirmed: Error | None = None  # the error of the barrier
         self._missing: list[set[torch.Tensor]] = []  # by bucket, parameters without gradient
         self._next = 0  # bucket to submit
-        self._listens = self._open = False
+        self._listens = False
         self._step = 0
         self._error: Exception | None = None
 
@@ -83,17 +79,17 @@ class Averager:
     def adopt(self, communicator: Communicator) -> None:
         """Averages over these ranks from now on; residuals keep their weight."""
         how = self._how
-        self._communicator = communicator
-        self._residuals = ResidualState(
+        residuals = ResidualState(
             self._names, communicator.size, how.rules, how.feedback, how.scaler, how.optimizer
         )
+        self._exchange = Exchange(communicator, residuals, how.algorithm)
 
     def begin(self, step: int) -> None:
         """Begins a step without gradients; `step` counts those of the whole training."""
         for each in self._names:
             each.grad = None
         self._missing = [set(each) for each in self._of_buckets]
-        self._works, self._to_round, self._error, self._unconfirmed = [], [], None, None
+        self._error = self._unconfirmed = None
         self._next, self._step = 0, step
 
     @contextlib.contextmanager
@@ -117,13 +113,14 @@ class Averager:
         After an error the gradients are undefined. With `confirms` a barrier follows in the same
         wait. A rank comes to it when its averages are there, since its calls have an order.
         """
+        exchange = self._adopted
         self.send_rest()
         if self._error is None:
-            self._share_buffers()
-        self._wait_for(self._to_round)  # while others travel
+            self._note_error(self._share_buffers)
+        self._note_error(exchange.wait_to_round)
         if confirms and self._error is None and not self._gpus:
             self._unconfirmed = self._meet()
-        self._wait_for(self._works)
+        self._note_error(exchange.wait)
         self._await_gpus()
         if self._error is not None:
             raise self._error
@@ -137,11 +134,8 @@ class Averager:
 
     def end(self, committed: bool) -> None:
         """Keeps the step's changes of residuals, or undoes them, once its calls are over."""
-        self._wait_for(self._to_round)
-        self._wait_for(self._works)
-        if self._open and self._residuals is not None:
-            self._residuals.end_step(committed)
-        self._open = False
+        if self._exchange is not None:
+            self._exchange.end(committed)
 
     def state_dict(self) -> dict[str, Any]:
         """Saves what a joiner's codecs must know: all but residuals, which each rank has itself.
@@ -149,20 +143,18 @@ class Averager:
         A joiner begins without residuals. Those of the others grow with the number of ranks, so
         that all of them together keep their weight in the average.
         """
-        assert self._residuals is not None
-        saved = self._residuals.state_dict()
+        saved = self._adopted.residuals.state_dict()
         kept = {n: {**each, "residual": None} for n, each in saved["feedback"].items()}
         return {**saved, "feedback": kept}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes another rank's `state_dict`; raises InvalidArgument for another model's."""
-        assert self._residuals is not None
         sizes = {name: gradient_elements(each) for each, name in self._names.items()}
         kept = {
             name: {**each, "residual": torch.zeros(sizes[name], dtype=torch.float32, device="cpu")}
             for name, each in saved["feedback"].items()
         }
-        self._residuals.load_state_dict({**saved, "feedback": kept})
+        self._adopted.residuals.load_state_dict({**saved, "feedback": kept})
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self._listens:
@@ -174,31 +166,21 @@ class Averager:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if self._error is not None:
-            return
-        try:
-            self._send(bucket)
-        except Error as error:
-            self._error = error
+        if self._error is None:
+            self._note_error(partial(self._send, bucket))
 
     def _send(self, parameters: Sequence[torch.Tensor]) -> None:
-        assert self._residuals is not None
-        assert self._communicator is not None
-        if not self._open:
-            self._open_step(self._residuals, self._communicator.size)
-            self._open = True
+        exchange = self._adopted
+        if not exchange.is_open:
+            self._open_step(exchange)
         gradients = [real_view(_dense_gradient(each, self._names[each])) for each in parameters]
         names = [self._names[each] for each in parameters]
-        for call in self._residuals.calls(Bucket(gradients, names, gradients), self._step):
-            work = average(self._communicator, self._how.algorithm, self._how.feedback, call)
-            if isinstance(work, RoundedWork):
-                self._to_round.append(work)
-            else:
-                self._works.append(work)
+        exchange.start(Bucket(gradients, names, gradients))
 
-    def _open_step(self, residuals: ResidualState, ranks: int) -> None:
+    def _open_step(self, exchange: Exchange) -> None:
+        residuals, ranks = exchange.residuals, exchange.communicator.size
         try:
-            residuals.open_step(replace(residuals.scales.read(), ranks=ranks))
+            exchange.open(self._step, replace(residuals.scales.read(), ranks=ranks))
         except RatesDifferError:
             _log.warning(
                 "parameter groups change their learning rates by different factors: residuals "
@@ -206,38 +188,33 @@ class Averager:
             )
             self._how = self._how._replace(optimizer=None)
             residuals.scales = ScaleTracker(self._how.scaler, None)
-            residuals.open_step(replace(residuals.scales.read(), ranks=ranks))
+            exchange.open(self._step, replace(residuals.scales.read(), ranks=ranks))
+
+    @property
+    def _adopted(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
 
     def _share_buffers(self) -> None:
-        assert self._communicator is not None
-        try:
-            for work in self.buffers.share(self._communicator):
-                self._works.append(work)
-        except Error as error:
-            self._error = error
+        for work in self.buffers.share(self._adopted.communicator):
+            self._adopted.add(work)
 
-    def _wait_for(self, works: list[Any]) -> None:
-        for work in works:
-            try:
-                work.wait()
-            except Error as error:
-                self._error = self._error or error
-        works.clear()
+    def _note_error(self, call: Callable[[], None]) -> None:
+        """Calls, and keeps the first error of the step for `finish`."""
+        try:
+            call()
+        except Error as error:
+            self._error = self._error or error
 
     def _await_gpus(self) -> None:
-        assert self._communicator is not None
         for device in self._gpus:
             torch.cuda.current_stream(device).synchronize()
-        try:
-            if self._gpus and self._error is None:
-                self._communicator._require_success_on_gpu()
-        except Error as error:
-            self._error = error
+        if self._gpus and self._error is None:
+            self._note_error(self._adopted.communicator._require_success_on_gpu)
 
     def _meet(self) -> Error | None:
-        assert self._communicator is not None
         try:
-            self._communicator.barrier()
+            self._adopted.communicator.barrier()
         except Error as error:
             return error
         return None

@@ -18,9 +18,6 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch.restarted import joined, joins
-from gradwire.torch._step.defaults import Model, settings
-from gradwire.torch._step.hook_state import feedback_for
-from gradwire.torch._step.rules import CodecChoice, Rules
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
 from gradwire.torch.elastic.buffers import Buffers
@@ -29,6 +26,9 @@ from gradwire.torch.elastic.rates import Rates
 from gradwire.torch.elastic.replica import Replica
 from gradwire.torch.elastic.sampling import CONSTANT, Part, Sampler, require_way
 from gradwire.torch.elastic.transfer import share
+from gradwire.torch.exchange.defaults import Model, settings
+from gradwire.torch.exchange.hook_state import feedback_for
+from gradwire.torch.exchange.rules import CodecChoice, Rules
 
 FAILURES = (TransportError, Timeout, Aborted)  # after which the others go on
 _MOST_REPEATS = 4  # of a step that breaks off though no rank is lost

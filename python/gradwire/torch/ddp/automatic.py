@@ -1,0 +1,144 @@
+"""codec="auto": the codec that links, model and optimizer suggest.
+
+Over links of 10 Gbit/s and more no codec paid (docs/compression.md). Over slower ones the least
+lossy codec is taken whose exchange the cost model predicts to take not much longer than the fastest
+one's. Every rank computes the same, from rank 0's cost model.
+
+lowrank is one of them only for an optimizer that is known to be linear in the gradient, such as
+SGD: before AdamW it costs a higher loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gradwire import _core
+from gradwire._communicator import Communicator
+from gradwire.torch.exchange.buckets import compressible, gradient_elements, gradient_shape
+from gradwire.torch.exchange.defaults import Model, Settings, sensitive, settings
+from gradwire.torch.exchange.optimizer_watch import is_adaptive
+from gradwire.torch.exchange.rules import CodecChoice
+
+AUTO = "auto"
+_FAST = 9e9  # bit/s, of which Ethernet of 10 Gbit/s has 9.5 for data
+# Of the fastest exchange's time, what a less lossy codec may take.
+_NEARLY = 1.25
+_RANK = 4  # of lowrank without options
+# Of a processor per byte of matrices, in lowrank: 1.69 ms for 4 MiB (codecs-2026-11-21.md).
+_SECONDS_PER_BYTE = 4e-10
+
+
+class _Choice(NamedTuple):
+    """A codec, and why it was chosen."""
+
+    codec: str
+    why: str
+
+
+def choose(
+    model: Model,
+    communicator: Communicator,
+    rules: Sequence[tuple[str, CodecChoice]],
+    warm_up: int | None,
+    min_elements: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> Settings:
+    """Chooses for a model whose gradients these ranks average; the same on all ranks.
+
+    Takes what `register` was given, and has the reason in the result.
+    """
+    codec, why = _choose(model, communicator, min_elements, optimizer)
+    chosen = settings(model, codec, rules, warm_up, min_elements)
+    return chosen._replace(why="; ".join(filter(None, [why, chosen.why])))
+
+
+def _choose(
+    model: Model,
+    communicator: Communicator,
+    min_elements: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> _Choice:
+    gradients = [p for p in model.parameters.values() if p.requires_grad and compressible(p)]
+    nbytes = 4 * sum(map(gradient_elements, gradients))
+    if communicator.size == 1 or not nbytes:
+        return _none("there is nothing to compress")
+    if any(each.is_cuda for each in gradients):
+        return _none("for models on GPUs nothing was measured yet")
+    rate = _rate(communicator)
+    if math.isinf(rate):
+        return _none("over shared memory no codec pays")
+    if rate >= _FAST:
+        return _none(
+            f"links of {_words(rate)} by the cost model are too fast for a codec to pay; if they "
+            "are slower, `gradwire tune` measures them"
+        )
+    seconds = {each: _seconds(communicator, nbytes, each) for each in ("none", "fp16", "int8")}
+    low_rank = _seconds_of_low_rank(communicator, model, min_elements)
+    unsuited = _why_not_low_rank(optimizer)
+    if not unsuited:
+        seconds["lowrank"] = low_rank
+    limit = _NEARLY * min(seconds.values())
+    codec = next(name for name, its in seconds.items() if its <= limit)
+    times = ", ".join(f"{name} {its * 1e3:.3g} ms" for name, its in seconds.items())
+    left = f"; lowrank, {low_rank * 1e3:.3g} ms, is left out: {unsuited}" if unsuited else ""
+    return _Choice(
+        codec,
+        f"codec='auto' chose {codec}: over links of {_words(rate)} the {nbytes / 1e6:.3g} MB of "
+        f"gradients take {times}, by the cost model{left}",
+    )
+
+
+def _none(why: str) -> _Choice:
+    return _Choice("none", f"codec='auto' chose none: {why}")
+
+
+def _rate(communicator: Communicator) -> float:
+    """The rate of the slowest links, in bit/s; of shared memory it is infinite."""
+    costs = communicator.cost_model.parameters
+    hosts = communicator.hosts
+    betas = [costs["within.beta"] if any(len(each) > 1 for each in hosts) else 0.0]
+    betas += [costs["between.beta"]] if len(hosts) > 1 else []
+    return float(f"{8 / max(betas):.6g}") if max(betas) > 0 else math.inf  # 1e9, not 1e9 - 1e-7
+
+
+def _words(rate: float) -> str:
+    return f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
+
+
+def _seconds(communicator: Communicator, nbytes: float, codec: str) -> float:
+    """The seconds of an all_reduce of so many bytes of float32."""
+    hosts = [list(each) for each in communicator.hosts]
+    core = communicator.cost_model._core
+    return core.choose("all_reduce", communicator.size, nbytes, hosts, _core.Codec(codec))[2]
+
+
+def _seconds_of_low_rank(communicator: Communicator, model: Model, min_elements: int) -> float:
+    """The seconds of an exchange with the settings that `register` gives lowrank by default."""
+    outside = set(sensitive(model, min_elements))
+    factors, whole, rest = [0.0, 0.0], 0.0, 0.0
+    for name, each in model.parameters.items():
+        if not each.requires_grad or not compressible(each):
+            continue
+        rows, *others = gradient_shape(each) or (1,)
+        columns, nbytes = math.prod(others), 4.0 * gradient_elements(each)
+        if name not in outside and (rows + columns) * _RANK < rows * columns:
+            factors[0] += 4 * _RANK * rows
+            factors[1] += 4 * _RANK * columns
+            whole += nbytes
+        else:
+            rest += nbytes
+    sums = [_seconds(communicator, each, "none") for each in factors if each]
+    sums += [_seconds(communicator, rest, "int8")] if rest else []
+    return sum(sums) + _SECONDS_PER_BYTE * whole
+
+
+def _why_not_low_rank(optimizer: torch.optim.Optimizer | None) -> str:
+    if optimizer is None:
+        return "it suits SGD but no adaptive optimizer, and optimizer= was not given"
+    if is_adaptive(optimizer):
+        return f"with {type(optimizer).__name__} training ends at a higher loss"
+    return ""

@@ -1,0 +1,120 @@
+"""State: everything that the DDP hook keeps between buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gradwire._base.rules import require_matches
+from gradwire._communicator import Communicator
+from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
+from gradwire.torch._ranks.settings import require_algorithm
+from gradwire.torch.ddp.clipping import Clipping
+from gradwire.torch.ddp.guard import Guard
+from gradwire.torch.ddp.join_tracker import JoinTracker
+from gradwire.torch.ddp.momentum import Momentum
+from gradwire.torch.ddp.steps import Steps
+from gradwire.torch.ddp.training_state import TrainingState
+from gradwire.torch.ddp.unused import UnusedParameters
+from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
+from gradwire.torch.exchange.hook_state import BY_PARAMETER, HookState, feedback_for
+from gradwire.torch.exchange.optimizer_watch import OptimizerWatch, require_no_momentum
+from gradwire.torch.exchange.rules import CodecChoice, Rules
+
+
+class State(HookState):
+    """The hook's state for one DDP model. Made by `register`.
+
+    `error` is the first error, and final: its backward raises it, and so do all later backwards
+    and, when `register` made the state, every forward with gradients. Gradients are undefined then;
+    build a new DDP model to go on.
+    """
+
+    _steps: Steps
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        codec: CodecChoice = "none",
+        algorithm: str = "auto",
+        *,
+        parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        feedback: ErrorFeedback | bool | None = None,
+        rules: Sequence[tuple[str, CodecChoice]] = (),
+        min_elements: int = 1024,
+        momentum: Momentum | None = None,
+        clip_norm: float | None = None,
+        scaler: Scaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        find_unused: bool = False,
+        joins: JoinTracker | None = None,
+        owns_communicator: bool = False,
+    ) -> None:
+        """Takes the options of `register`; `parameters` are the model's (name, parameter) pairs.
+
+        Codec and rules count as they are given, as with ``warm_up=0``.
+
+        `find_unused` says that DDP looks for parameters without a gradient, `joins` tracks which
+        ranks still train within `join()`, `owns_communicator` that `close` closes it too. Raises
+        InvalidArgument.
+        """
+        self._names = {parameter: name for name, parameter in parameters}
+        self._rules = Rules(codec, rules, min_elements)
+        require_algorithm(algorithm, self._rules.lossy, communicator)
+        self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
+        kept = feedback_for(feedback, self._rules, bool(self._names))
+        if kept is not None:
+            persistent_state_of(kept).require_free(self._names)
+        if self._names:
+            require_matches(rules, self._names.values())
+        if not self._names and (momentum is not None or rules):
+            raise InvalidArgument(f"momentum= and rules= are by parameter: {BY_PARAMETER}")
+        has_momentum = momentum is not None and momentum.factor > 0
+        if has_momentum and optimizer is not None:
+            require_no_momentum(optimizer, self._names)
+        keeps = kept is not None or momentum is not None
+        unused = UnusedParameters(self._names) if find_unused and keeps else None
+        clipping = None if clip_norm is None else Clipping(clip_norm, communicator.size)
+        self._training = TrainingState(
+            self._names,
+            self._rules,
+            kept,
+            momentum,
+            scaler,
+            optimizer,
+            unused,
+            clipping,
+            communicator.size,
+        )
+        self._steps = Steps(communicator, algorithm, self._training, joins)
+        self._guard: Guard | None = None
+        self._has_forward = False  # since `register`, with gradients
+        self._watch = OptimizerWatch(self, momentum=has_momentum)
+        if optimizer is not None:
+            self._watch.look_at(optimizer, self)
+        self._begin(owns_communicator)
+
+    def __repr__(self) -> str:
+        failed = f", error={self.error!r}" if self.error else ""
+        why = f"; {self.why}" if self.why else ""
+        return (
+            f"State(rank {self.communicator.rank} of {self.communicator.size}, "
+            f"codec={self.codec!r}, algorithm={self.algorithm!r}, steps={self.steps}, "
+            f"bytes={self.bytes}{failed}{why})"
+        )
+
+    def _is_reached(self) -> bool:
+        return self._has_forward or self._steps.submitted_steps > 0
+
+    def _require_pausable(self) -> None:
+        if self._steps.in_join:
+            raise InvalidArgument(
+                "paused() is not possible within ddp.join(): ranks that have joined cannot pause "
+                "with the others; run these backwards within no_sync()"
+            )
+
+    def _require_averaged(self) -> None:
+        if self._guard is not None and self.error is None:
+            self._guard.require_averaged()
