@@ -49,7 +49,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/ddp/momentum.py": ("torch_hook/test_torch_momentum.py",),
     "torch/ddp/repacking.py": ("torch_hook/test_torch_saved.py", *_HOOK),
     "torch/exchange/residual_state.py": _FEEDBACK,
-    "torch/exchange/rules.py": ("torch_hook/test_torch_rules.py", "torch_hook/test_torch_defaults.py"),
+    "torch/exchange/rules.py": (
+        "torch_hook/test_torch_rules.py",
+        "torch_hook/test_torch_defaults.py",
+    ),
     "torch/ddp/steps.py": _HOOK,
     "torch/backend/collectives.py": (*_backend("collectives", "views"), _COMPRESSED),
     "torch/backend/mailbox.py": _backend("messages"),
