@@ -305,8 +305,9 @@ TEST(PlanOrder, EachRankFinishesAChunkOnce) {
       std::set<std::uint32_t> finished;
       for (const Frame& send : plan.sends())
         for (const Part& part : plan.parts(send))
-          if (part.finishes && part.pieces.first != part.pieces.last)
+          if (part.finishes && part.pieces.first != part.pieces.last) {
             EXPECT_TRUE(finished.insert(part.pieces.first).second) << job.text();
+          }
       for (const Frame& receive : plan.receives())
         for (const Part& part : plan.parts(receive)) EXPECT_FALSE(part.finishes) << job.text();
     }
