@@ -73,7 +73,7 @@ def failing_on_one_rank() -> Any:
     def then_fail() -> gradwire.Error | None:
         if session.steps != BROKEN or session.changes:
             return meet()
-        averager._wait_for(averager._works)
+        averager._adopted.wait()
         if session.communicator.rank == 0:
             store.set("averaged", b"")
             return meet()
