@@ -102,8 +102,9 @@ class Door:
         """Goes on for the next communicator, whose job is the same."""
         with self._lock:
             changed = mesh.membership.epoch != self._mesh.membership.epoch
+            joined = mesh.membership.joined
+            self._quiet.note_joined(joined, lost_rank=mesh.size - joined < self._mesh.size)
             self._mesh, self._request = mesh, request
-            self._quiet.note_joined(mesh.membership.joined)
             self._asks = bool(self._guests)
         if changed:
             self.announce()

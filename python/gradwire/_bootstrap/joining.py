@@ -114,7 +114,8 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
                     guest = _Guest(asking, sign, links, make, deadline, looks.is_there)
                     return guest.run()
         except TimeoutError:
-            pass
+            if guest is not None:
+                reason = "it has knocked, and the ranks have not resized since"
         except _Over as end:
             over = over or Deadline(end.seconds)
             reason = "its ranks have ended"

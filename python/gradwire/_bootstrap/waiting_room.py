@@ -134,9 +134,13 @@ class Quiet:
             self._since = self._clock()
         self._taken += guests
 
-    def note_joined(self, guests: int) -> None:
-        """Ends a resize in which so many of them joined."""
-        if not self._taken:
+    def note_joined(self, guests: int, *, lost_rank: bool = False) -> None:
+        """Ends a resize in which so many of them joined.
+
+        One that lost a rank, and may have waited for it, took no time for guests.
+        """
+        if lost_rank or not self._taken:
+            self._taken = 0
             return
         lost, in_vain = self._clock() - self._since, self._taken > guests
         grown = min(max(_SHARE * lost, 2 * self._seconds), _MOST_QUIET_SECONDS)

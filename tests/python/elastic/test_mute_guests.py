@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gradwire
@@ -132,6 +133,20 @@ def test_pauses_grow_and_end_with_a_guest_that_joins() -> None:
     assert found == [19, 38, 76, 0, 19]
 
 
+def test_a_resize_that_lost_a_rank_took_no_time_for_guests() -> None:
+    """It waited ten seconds for a rank that was stopped, and a guest that died was in it, too."""
+    clock = Clock()
+    quiet = Quiet(clock)
+    quiet.note_taken(1)
+    clock.now += 10
+    quiet.note_joined(0, lost_rank=True)
+    assert quiet.left == 0
+    quiet.note_taken(1)
+    clock.now += 1
+    quiet.note_joined(0)
+    assert quiet.left == 19
+
+
 class Clock:
     """Monotonic seconds that pass when a test says so."""
 
@@ -158,3 +173,12 @@ def test_the_door_waits_before_it_asks_for_another_resize(monkeypatch: pytest.Mo
         door._quiet._until = 0.0
         door._ask()
         assert asked == [1]
+
+
+def test_the_door_asks_at_once_after_a_rank_was_lost() -> None:
+    with opened() as (comm, door):
+        before = replace(comm._mesh, size=2)
+        door.serve(before, lambda: None)
+        door._quiet.note_taken(1)
+        door.serve(comm._mesh, lambda: None)
+        assert door._quiet.left == 0

@@ -300,6 +300,24 @@ def test_who_joins_a_job_that_is_not_there_is_told() -> None:
     assert "nobody let this process into job" in str(error)
 
 
+def test_who_knocks_where_ranks_do_not_resize_is_told() -> None:
+    is_over = mmap.mmap(-1, 1)
+
+    def member(comm: Communicator) -> None:
+        comm.should_resize()
+        eventually(lambda: is_over[0])
+
+    def late() -> None:
+        gradwire.join(secret=SECRET, timeout=1)
+
+    with elastic_job() as job:
+        (rank,) = job.start(1, member)
+        error = job.process(late).outcome().error
+        is_over[0] = 1
+        rank.value()
+    assert "it has knocked, and the ranks have not resized since" in str(error)
+
+
 def test_who_does_not_know_the_secret_is_kept_out() -> None:
     with elastic_job() as job:
         members = job.start(1, ends(has(2)))
