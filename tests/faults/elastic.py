@@ -71,7 +71,8 @@ class Board:
         self._memory[0] = 1
 
     def note(self, index: int, steps: int, size: int, epoch: int) -> None:
-        _SLOT.pack_into(self._memory, 8 + index * _SLOT.size, steps, size, epoch)
+        place = 8 + index * _SLOT.size  # pack_into() would write zeros first, which others may see
+        self._memory[place : place + _SLOT.size] = _SLOT.pack(steps, size, epoch)
 
     def seen(self, index: int) -> tuple[int, int, int]:
         return _SLOT.unpack_from(self._memory, 8 + index * _SLOT.size)
