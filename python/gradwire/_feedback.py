@@ -144,10 +144,15 @@ class ErrorFeedback:
             self._gpu = _GpuPart(self._core, device)
         return self._gpu.for_call(device, stream, self._in_step)
 
-    def _require_finite(self, address: int, elements: int, keeps: object) -> None:
-        """Makes the step under way keep nothing if float32 values on the GPU are NaN or Inf."""
+    def _require_finite(
+        self, address: int, elements: int, keeps: object, stream: int | None = None
+    ) -> None:
+        """Makes the step under way keep nothing if float32 values on the GPU are NaN or Inf.
+
+        A `stream` that is given has waited for all calls of the step, which ends on it.
+        """
         if self._gpu is not None:
-            self._gpu.require_finite(address, elements, keeps)
+            self._gpu.require_finite(address, elements, keeps, stream)
 
     def _copy_flags(self, address: int, stream: int) -> None:
         """Copies an int32 to GPU memory on the stream: 0 if the step under way can be kept.
@@ -231,8 +236,11 @@ class _GpuPart:
             self._in_step = False
             self._core.end_step(keep, self._stream)
 
-    def require_finite(self, address: int, elements: int, keeps: object) -> None:
+    def require_finite(
+        self, address: int, elements: int, keeps: object, stream: int | None
+    ) -> None:
         if self._in_step:
+            self._stream = self._stream if stream is None else stream
             self._core.require_finite(address, elements, self._stream)
             self._checked.append(keeps)  # kept alive until the stream has read them
 

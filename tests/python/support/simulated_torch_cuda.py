@@ -153,7 +153,12 @@ class CudaTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: torch.Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=DEVICE
+            cls,
+            memory.shape,
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=DEVICE,
         )
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -171,8 +176,11 @@ class CudaTensor(torch.Tensor):
         _copy(self, given, wait=not given.is_cuda and not non_blocking)
         return self
 
-    def __getitem__(self, index: slice) -> CudaTensor:  # as copy_
-        return torch.ops.aten.slice.Tensor(self, 0, index.start, index.stop)
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> CudaTensor:  # as copy_
+        found = self
+        for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
+            found = torch.ops.aten.slice.Tensor(found, dim, each.start, each.stop)
+        return found
 
     def __int__(self) -> int:
         return int(cpu(self))

@@ -54,7 +54,7 @@ CASES: list[tuple[float, Any, int, Any, str, str]] = [
     (1e9, FOUR_HOSTS, 1, SGD, "none", "none "),
     (1e10, FOUR_HOSTS, 512, SGD, "none", "links of 10 Gbit/s by the cost model are too fast"),
     (9.5e9, FOUR_HOSTS, 512, SGD, "none", "9.5 Gbit/s by the cost model"),
-    (0, [[0, 1, 2, 3]], 512, SGD, "none", "over shared memory no codec pays"),
+    (0, [[0, 1, 2, 3]], 512, SGD, "none", "over shared memory none pays"),
     (0, FOUR_HOSTS, 512, SGD, "none", "`gradwire tune` measures them"),
     (1e8, [[0]], 512, SGD, "none", "there is nothing to compress"),
 ]
@@ -69,6 +69,33 @@ def test_the_codec_follows_links_model_and_optimizer(
     assert f"codec='auto' chose {codec}: " in says
     assert why in says
     assert "\n" not in says
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("rate", "hosts", "codec", "why"),
+    [
+        (1e9, FOUR_HOSTS, "int8", "is left out: what it costs a GPU was not measured"),
+        (1e9, [[0, 1], [2, 3]], "int8", "over links of 1 Gbit/s the 4.2 MB"),
+        (1e10, FOUR_HOSTS, "none", "too fast"),
+        (1e8, [[0, 1, 2, 3]], "none", "between GPUs of one host none pays"),
+    ],
+)
+def test_on_gpus_the_links_between_hosts_decide(
+    rate: float, hosts: Any, codec: str, why: str
+) -> None:
+    model = network(512)
+    gpus = {name: OnGpu(each) for name, each in model.parameters.items()}
+    optimizer = SGD(gpus.values(), lr=0.1)
+    ranks: Any = Ranks(rate, hosts)
+    found = choose(model._replace(parameters=gpus), ranks, (), None, 1024, optimizer)
+    assert str(found.codec) == codec
+    assert why in found.why
 
 
 def wide() -> nn.Module:

@@ -66,11 +66,10 @@ def _choose(
     nbytes = 4 * sum(map(gradient_elements, gradients))
     if communicator.size == 1 or not nbytes:
         return _none("there is nothing to compress")
-    if any(each.is_cuda for each in gradients):
-        return _none("for models on GPUs nothing was measured yet")
-    rate = _rate(communicator)
+    on_gpus = any(each.is_cuda for each in gradients)
+    rate = _rate(communicator, on_gpus)
     if math.isinf(rate):
-        return _none("over shared memory no codec pays")
+        return _none(f"{'between GPUs of one host' if on_gpus else 'over shared memory'} none pays")
     if rate >= _FAST:
         return _none(
             f"links of {_words(rate)} by the cost model are too fast for a codec to pay; if they "
@@ -78,7 +77,7 @@ def _choose(
         )
     seconds = {each: _seconds(communicator, nbytes, each) for each in ("none", "fp16", "int8")}
     low_rank = _seconds_of_low_rank(communicator, model, min_elements)
-    unsuited = _why_not_low_rank(optimizer)
+    unsuited = _why_not_low_rank(optimizer, on_gpus)
     if not unsuited:
         seconds["lowrank"] = low_rank
     limit = _NEARLY * min(seconds.values())
@@ -96,11 +95,15 @@ def _none(why: str) -> _Choice:
     return _Choice("none", f"codec='auto' chose none: {why}")
 
 
-def _rate(communicator: Communicator) -> float:
-    """The rate of the slowest links, in bit/s; of shared memory it is infinite."""
+def _rate(communicator: Communicator, on_gpus: bool) -> float:
+    """The rate of the slowest links, in bit/s; of shared memory it is infinite.
+
+    So is that of GPUs of one host, which the cost model does not describe.
+    """
     costs = communicator.cost_model.parameters
     hosts = communicator.hosts
-    betas = [costs["within.beta"] if any(len(each) > 1 for each in hosts) else 0.0]
+    within = not on_gpus and any(len(each) > 1 for each in hosts)
+    betas = [costs["within.beta"] if within else 0.0]
     betas += [costs["between.beta"]] if len(hosts) > 1 else []
     return float(f"{8 / max(betas):.6g}") if max(betas) > 0 else math.inf  # 1e9, not 1e9 - 1e-7
 
@@ -136,7 +139,9 @@ def _seconds_of_low_rank(communicator: Communicator, model: Model, min_elements:
     return sum(sums) + _SECONDS_PER_BYTE * whole
 
 
-def _why_not_low_rank(optimizer: torch.optim.Optimizer | None) -> str:
+def _why_not_low_rank(optimizer: torch.optim.Optimizer | None, on_gpus: bool) -> str:
+    if on_gpus:
+        return "what it costs a GPU was not measured"
     if optimizer is None:
         return "it suits SGD but no adaptive optimizer, and optimizer= was not given"
     if is_adaptive(optimizer):

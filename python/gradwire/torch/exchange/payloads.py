@@ -9,6 +9,7 @@ from gradwire._errors import InvalidArgument
 from gradwire.codec import NativeCodec
 
 MOVABLE = ("bf16", "fp16", "int8")
+_FLOATS_OF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs, which GPUs have, too
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,6 +29,18 @@ class Payloads:
                 f"and activations travel as {', '.join(MOVABLE)}"
             )
 
+    def require_device(self, device: torch.device) -> None:
+        """Raises InvalidArgument for a codec that tensors on a device cannot be encoded in."""
+        if device.type == "cuda" and self.name not in _FLOATS_OF:
+            raise InvalidArgument(
+                f"codec '{self.name}' moves tensors between CPUs only, and these are on {device}: "
+                "give 'bf16' or 'fp16'"
+            )
+
+    @property
+    def _float(self) -> torch.dtype:
+        return _FLOATS_OF[self.name]
+
     def shrinks(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor travels in fewer bytes, or in as many, as it has."""
         if tensor.dtype not in _FLOATS or not tensor.numel():
@@ -40,11 +53,17 @@ class Payloads:
 
     def encode(self, tensor: torch.Tensor, payload: torch.Tensor) -> None:
         """Writes a tensor's payload into bytes of its size."""
+        if tensor.is_cuda:
+            payload.copy_(_rounded(tensor.detach().reshape(-1), self._float).view(torch.uint8))
+            return
         x = tensor.detach().reshape(-1).to(torch.float32)
         self._codec.encode(x.data_ptr(), x.numel(), payload.data_ptr())
 
     def decode(self, payload: torch.Tensor, tensor: torch.Tensor) -> None:
         """Writes a payload's elements into a tensor, rounded to its dtype."""
+        if tensor.is_cuda:
+            tensor.detach().copy_(payload.view(self._float).to(tensor.dtype).view(tensor.shape))
+            return
         y = tensor.detach()
         if y.dtype is not torch.float32 or not y.is_contiguous():
             y = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -52,3 +71,10 @@ class Payloads:
         if y.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(y)
+
+
+def _rounded(tensor: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    """Rounds as the codecs do: what is finite stays so."""
+    rounded, largest = tensor.to(to), torch.finfo(to).max
+    overflown = torch.isinf(rounded) & torch.isfinite(tensor)
+    return torch.where(overflown, rounded.sign() * largest, rounded)

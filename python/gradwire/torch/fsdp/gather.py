@@ -53,7 +53,7 @@ class PayloadAllGather(Buffers):
         group: Any,
         async_op: bool = False,
     ) -> Any:
-        """Gathers flat blocks of all ranks; returns when they are there."""
+        """Gathers flat blocks of all ranks; returns when their stream has them."""
         if self._steps.closed:
             return torchs_own()(output_tensor, input_tensor, group, async_op)
         self._gather(output_tensor, input_tensor)
@@ -62,14 +62,14 @@ class PayloadAllGather(Buffers):
     def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
         runs = self._runs(input_tensor)
         size, total = self._communicator.size, runs[-1].end_byte
-        payload = torch.empty(total, dtype=torch.uint8, device="cpu")
+        payload = input_tensor.new_empty(total, dtype=torch.uint8)
         for run in runs:
             given, coded = input_tensor[run.first : run.end], payload[run.first_byte : run.end_byte]
             if run.is_coded:
                 self._payloads.encode(given, coded)
             else:
                 coded.copy_(given.view(torch.uint8))
-        gathered = torch.empty(size * total, dtype=torch.uint8, device="cpu")
+        gathered = payload.new_empty(size * total)
         self._communicator.all_gather(payload, out=gathered, check="size")
         blocks = output_tensor.view(size, -1)
         for block, its in zip(blocks, gathered.view(size, -1), strict=True):

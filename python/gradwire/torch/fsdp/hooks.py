@@ -75,7 +75,7 @@ class PartReduceScatter(Buffers):
     ) -> None:
         """Reduces a flat buffer of one block for each rank; a block has a part of each parameter.
 
-        Returns when the result is there.
+        Returns when the result is there; on a GPU, when the current stream will have it.
         """
         self._called = True
         with self._steps.ending_on_failure():
@@ -107,11 +107,7 @@ class PartReduceScatter(Buffers):
     ) -> Sequence[torch.Tensor]:
         communicator = self._steps.communicator
         size = communicator.size
-        result = torch.empty(
-            sum(each.numel() for each in call.arrays) // size,
-            dtype=call.arrays[0].dtype,
-            device="cpu",
-        )
+        result = call.arrays[0].new_empty(sum(each.numel() for each in call.arrays) // size)
         self._steps.exchange.run(
             communicator.reduce_scatter,
             _packed(call, given, size),

@@ -40,13 +40,14 @@ def register_fsdp(
 ) -> FSDPState:
     """Makes a model that `fully_shard` shards average gradients with gradwire; every rank calls it.
 
-    Called after `fully_shard`, for the root module, before training; parameters are on the CPU.
+    Called after `fully_shard`, for the root module, before training; parameters are on the CPU, or
+    on a CUDA GPU for each rank, where the host waits for no reduction.
     With a mesh of two dimensions (HSDP), the all_reduce of gradients between replicas travels in
     the codec, and a rank keeps residuals as large as its shards. With one dimension the
     reduce_scatter does, and each rank keeps residuals as large as the whole model, since it encodes
-    gradients of all of it. Parameters are gathered in `gather_codec`, which is "bf16", "fp16" or
-    "int8" (of blocks of a shard), by default as they are. All ranks then compute with the same
-    decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
+    gradients of all of it. Parameters are gathered in `gather_codec`, which is "bf16", "fp16" or,
+    on CPUs, "int8" (of blocks of a shard), by default as they are. All ranks then compute with the
+    same decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
     2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
 
     `codec`, `feedback`, `rules`, `scaler`, `optimizer` and `warm_up` are as in `register`, and so
@@ -77,6 +78,8 @@ def register_fsdp(
     )
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
+    if payloads is not None:
+        payloads.require_device(first.group.device)
     replicas = first.replicate_group
     over, owns = communicator_over(first.shard_group if replicas is None else replicas, timeout)
     gathers_over: Communicator | None = over if replicas is None else None
@@ -89,6 +92,7 @@ def register_fsdp(
         over,
         chosen.codec,
         [shard for each in modules for shard in each.shards],
+        first.group.device,
         shard_group=None if replicas is None else first.shard_group,
         feedback=feedback,
         rules=chosen.rules,

@@ -149,7 +149,7 @@ def _shards(group: Any, names: Mapping[nn.Parameter, str]) -> list[Shard]:
 
 
 def require_supported(modules: Sequence[ShardedModule]) -> None:
-    """Raises InvalidArgument for a model without parameters, on a GPU, or on several meshes."""
+    """Raises InvalidArgument for no parameters, for several meshes, and for another device."""
     if not modules:
         raise InvalidArgument("the model has no parameters that FSDP shards")
     for each in modules:
@@ -158,10 +158,10 @@ def require_supported(modules: Sequence[ShardedModule]) -> None:
                 f"module {each.name!r} is replicated, not sharded: use DistributedDataParallel and "
                 "gradwire.torch.register()"
             )
-        if each.group.device.type != "cpu":
+        if each.group.device.type not in ("cpu", "cuda"):
             raise InvalidArgument(
                 f"module {each.name!r} is on {each.group.device}, and register_fsdp() is for "
-                "models on the CPU"
+                "models on the CPU or on CUDA GPUs"
             )
         first = modules[0]
         if each.shard_group is not first.shard_group or (
@@ -174,7 +174,7 @@ def require_supported(modules: Sequence[ShardedModule]) -> None:
 
 
 class Buffers:
-    """A base of custom collectives that has torch's buffers in ordinary memory."""
+    """A base of custom collectives that has torch's buffers in memory of torch's allocators."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

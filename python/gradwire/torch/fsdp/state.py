@@ -10,6 +10,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class FSDPState(HookState):
         communicator: Communicator,
         codec: CodecChoice,
         shards: Sequence[Shard],
+        device: torch.device,
         *,
         shard_group: dist.ProcessGroup | None,
         feedback: ErrorFeedback | bool | None,
@@ -63,6 +65,8 @@ class FSDPState(HookState):
         owned: Sequence[Communicator],
     ) -> None:
         """Takes the options of `register_fsdp`; `shard_group` is None for a model without replicas.
+
+        Gradients are on `device`.
 
         `owned` are the communicators that `close` closes too. Raises InvalidArgument.
         """
@@ -86,7 +90,7 @@ class FSDPState(HookState):
             persistent_state_of(kept).require_free(self._names)
         passes = 1 if shard_group is None else 2
         votes = _votes(communicator, shard_group)
-        self._steps = ShardSteps(communicator, training, votes, owned, passes=passes)
+        self._steps = ShardSteps(communicator, training, votes, owned, device, passes=passes)
         self._begin(owns_communicator=True)
         watch = OptimizerWatch(self)
         if optimizer is not None:
@@ -108,7 +112,7 @@ class FSDPState(HookState):
         found = super().should_stop()
         if self._shard_group is None or self._shard_group.size() == 1:
             return found
-        flag = torch.tensor([found], dtype=torch.uint8, device="cpu")
+        flag = torch.tensor([found], dtype=torch.uint8, device=self._steps.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._shard_group)
         return bool(flag.item())
 
@@ -161,6 +165,10 @@ def _votes(communicator: Communicator, shard_group: dist.ProcessGroup | None) ->
     return votes
 
 
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 def _norm(values: Any) -> float:
     return float(torch.as_tensor(values, dtype=torch.float64, device="cpu").norm())
 
@@ -176,28 +184,34 @@ class ShardSteps(HookSteps):
         state: ResidualState,
         votes: Sequence[Vote],
         owned: Sequence[Communicator],
+        device: torch.device,
         *,
         passes: int,
     ) -> None:
         """`votes` make all ranks end a step alike; `owned` are the communicators to close.
 
+        Gradients are on `device`.
+
         `passes` is how often a gradient's bytes travel in a ring: twice in an all_reduce, and once
         in a reduce_scatter.
         """
         super().__init__(Exchange(communicator, state), passes)
-        self._votes, self._owned = votes, owned
+        self._votes, self._owned, self.device = votes, owned, device
+        self._stream: torch.cuda.Stream | None = None  # of reductions on a GPU
         self._task: int | None = None  # of autograd, in which the last step began
         self._buckets = self._bytes = 0
         self._spent = Spent()
-        self._finite = True
+        self._finite: list[torch.Tensor] = []  # whether each result is
 
     def reduce(self, bucket: Bucket, run: Callable[[Call], Iterable[torch.Tensor]]) -> None:
         """Makes a bucket's calls by `run`, which returns their results."""
         self.begin()
         before = self.communicator.traffic
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         for call in self.exchange.residuals.calls(bucket):
             for result in run(call):
-                self._finite = self._finite and bool(torch.isfinite(result).all())
+                self._finite.append(torch.isfinite(result).all())
         self._spent = self._spent.plus(self.communicator.traffic, before)
         self._buckets += 1
         self._bytes += sum(each.numel() * each.element_size() for each in bucket.whole)
@@ -231,23 +245,33 @@ class ShardSteps(HookSteps):
         self.exchange.open(self.done, self.exchange.residuals.scales.read())
         self._task = task
         self._buckets = self._bytes = 0
-        self._spent, self._finite = Spent(), True
+        self._spent, self._finite = Spent(), []
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        with self.ending_on_failure():
+        with self.ending_on_failure(), _on(self._stream):
             kept = self.exchange.end(self._agree())
             self._count(kept, self._buckets, self._bytes, self._spent)
 
     def _agree(self) -> bool:
-        """Whether all ranks' results are finite, if that decides over residuals."""
-        residuals = self.exchange.residuals
+        """Whether all ranks' results are finite, if that decides over residuals.
+
+        The host does not wait for a GPU: what ranks agree on decides there.
+        """
+        residuals, on_gpu = self.exchange.residuals, self.device.type == "cuda"
         if residuals.feedback is None or not residuals.is_counted:
-            return self._finite
-        flag = torch.tensor([self._finite], dtype=torch.uint8, device="cpu")
+            return on_gpu or all(map(bool, self._finite))
+        own = self._finite or [torch.ones((), dtype=torch.bool, device=self.device)]
+        flag = torch.stack(own).all().to(torch.uint8).view(1)
         for vote in self._votes:
             vote(flag)
-        return bool(flag.item())
+        if not on_gpu:
+            return bool(flag)
+        assert self._stream is not None
+        probe = flag.float().reciprocal()  # of 0 it is not finite
+        feedback, stream = residuals.feedback, self._stream.cuda_stream
+        feedback._require_finite(probe.data_ptr(), probe.numel(), probe, stream)
+        return True
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, Exception):
