@@ -153,7 +153,7 @@ class Turns:
 def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
     """A step with the session's averages and nothing else of a session.
 
-    No barrier, no copies of buffers, no sampler, no look for who knocks.
+    No barrier, no copies of buffers, no sampler, no look for who wants to join.
     """
     model, optimizer = made(millions, norms=True)
     rules = Rules("none")

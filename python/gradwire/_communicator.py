@@ -15,18 +15,18 @@ from gradwire._base import arguments, stops
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shrink as _shrink
-from gradwire._bootstrap.admission import (
-    admission_to,
-    has_room,
-    open_door,
-    require_secret_to_join,
-    transports_of,
-)
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
-from gradwire._bootstrap.door import Door
 from gradwire._bootstrap.groups import split as _split
+from gradwire._bootstrap.join_listener import JoinListener
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.resize import (
+    has_room,
+    open_listener,
+    require_secret_to_join,
+    resize_options,
+    transports_of,
+)
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
@@ -139,8 +139,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
-        self._door: Door | None = None
-        self._making_gpu, self._opening_door = threading.Lock(), threading.Lock()
+        self._listener: JoinListener | None = None
+        self._making_gpu, self._opening_listener = threading.Lock(), threading.Lock()
         at_exit.track(self)
 
     @property
@@ -319,19 +319,19 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
         All ranks then call `resize`, at the same place. The frames of all_reduce, reduce_scatter,
         all_gather and barrier carry it, as they do for `should_stop`: this is true on all ranks
-        once somebody had knocked before rank 0 began one of these calls. Nothing is sent. It waits
+        once somebody had asked before rank 0 began one of these calls. Nothing is sent. It waits
         for calls that are under way, and stays true.
 
-        The first call on rank 0 opens the door at which `gradwire.join` knocks, and writes into the
+        The first call on rank 0 opens the listener that `gradwire.join` asks, and writes into the
         launcher's store where it is; one that is not there any more rank 0 serves itself, at the
-        same address. If that is not possible, a warning says why. A job has one door, that of the
-        communicator that asked last: not one for each of several, or of splits. Raises the
-        communicator's failure, and RendezvousError under torchrun without a GRADWIRE_SECRET.
+        same address. If that is not possible, a warning says why. A job has one listener, that of
+        the communicator that called this last: not one for each of several, or of splits. Raises
+        the communicator's failure, and RendezvousError under torchrun without a GRADWIRE_SECRET.
         """
         require_secret_to_join(self._mesh)
-        if self._door is None and self.rank == 0 and not self.closed:
-            with self._opening_door:
-                self._use_door(self._door or open_door(self._mesh))
+        if self._listener is None and self.rank == 0 and not self.closed:
+            with self._opening_listener:
+                self._use_listener(self._listener or open_listener(self._mesh))
         found = self._core.should_resize()
         if self._gpu is not None:
             found = self._gpu.should_resize() or found
@@ -378,14 +378,14 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
 
         Every rank calls it, where `should_resize` has told all of them to, or where they agree to
         for another reason; or every survivor, after this communicator failed. Its earlier calls are
-        over, and it is closed. Processes that knock (`gradwire.join`) are let in; `joined` of the
-        new communicator says how many they are.
+        over, and it is closed. Processes that ask to join (`gradwire.join`) are let in; `joined` of
+        the new communicator says how many they are.
 
         A majority of this communicator's ranks must live, or half of them with rank 0: after a
         partition of the network one part goes on. With `min_ranks` so many are enough, and each
         part that has them goes on; with fewer it waits up to `wait` seconds for more to join.
         ``gradwire run --min`` gives it, too (GRADWIRE_MIN_RANKS). `store` is the address of the
-        store in which those who join look for the door, from now on:
+        store in which those who join look for the listener, from now on:
         ``tcp://HOST:PORT``, ``unix://NAME``, or ``torch://HOST:PORT`` for a TCPStore of torch's.
         Give one when the host of the old one is gone. All ranks pass the same. `timeout` and
         failures meanwhile are as in `shrink`: members that die, and processes that die while they
@@ -395,19 +395,19 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         `min_ranks` after the wait.
         """
         limit = self._seconds(timeout)
-        admission = admission_to(self._mesh, store, wait, min_ranks)
-        admission.door, self._door = self._door, None
+        options = resize_options(self._mesh, store, wait, min_ranks)
+        options.listener, self._listener = self._listener, None
         try:
-            if store is not None and admission.door is not None:
-                admission.door.announce(store)
+            if store is not None and options.listener is not None:
+                options.listener.announce(store)
             self._leave(limit)
-            made = self._regroup(limit, admission, transports_of(self._mesh))
+            made = self._regroup(limit, options, transports_of(self._mesh))
         except BaseException:
-            if admission.door is not None:
-                admission.door.close()
+            if options.listener is not None:
+                options.listener.close()
             raise
-        if admission.door is not None:
-            made._use_door(admission.door)
+        if options.listener is not None:
+            made._use_listener(options.listener)
         return made
 
     def _leave(self, timeout: float) -> None:
@@ -425,7 +425,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def _regroup(
         self,
         timeout: float,
-        admission: _shrink.Admission | None,
+        options: _shrink.ResizeOptions | None,
         transports: Sequence[str],
     ) -> Communicator:
         def make(mesh: Mesh, connect_timeout: float) -> Communicator:
@@ -436,24 +436,24 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._calls.finish_dropped()
         self._track.release()
         stops.release(self)
-        self._close_door()
+        self._close_listener()
         return _shrink.shrink(
-            self._mesh, links, make, transports=transports, timeout=timeout, admission=admission
+            self._mesh, links, make, transports=transports, timeout=timeout, options=options
         )
 
-    def _use_door(self, door: Door) -> None:
-        """Has a door ask for a resize when somebody knocks who can be let in."""
+    def _use_listener(self, listener: JoinListener) -> None:
+        """Has the listener request a resize when a process asks to join and there is room."""
         if self.rank != 0:  # it was the lowest of a view that the others did not agree on
-            door.close()
+            listener.close()
             return
-        self._door = door
+        self._listener = listener
         request = self._core.request_resize if has_room(self._mesh) else lambda: None
-        door.serve(self._mesh, request)
+        listener.serve(self._mesh, request)
 
-    def _close_door(self, *, over: bool = False) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close(over=over)
+    def _close_listener(self, *, over: bool = False) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close(over=over)
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes calls in flight, says goodbye and releases everything; later calls raise.
@@ -484,9 +484,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
                     self._gpu.close(timeout, failed=self._core.closed)
             finally:
                 self._core.close(timeout, self._timeout if settle is None else settle, alone)
-            self._close_door(over=lives)
+            self._close_listener(over=lives)
         finally:
-            self._close_door()
+            self._close_listener()
             self._calls.finish_dropped()
             self._track.release()
 
@@ -495,7 +495,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         if core is not None and not sys.is_finalizing():
             stops.release(self)
             at_exit.outlive(core, self._timeout)
-            self._close_door()
+            self._close_listener()
             self._track.release()
 
     def __enter__(self) -> Communicator:

@@ -108,7 +108,7 @@ def join(
         )
     from gradwire._bootstrap import joining
 
-    asking = joining.Asking(
+    options = joining.JoinOptions(
         launch.job if launch.size > 1 else environment.text("GRADWIRE_JOB") or launch.job,
         launch.rank if launch.size > 1 else -1,
         where,
@@ -117,7 +117,7 @@ def join(
     )
     try:
         joined = joining.join(
-            asking,
+            options,
             lambda mesh, seconds: from_mesh(mesh, timeout=limit, connect_timeout=seconds),
             Deadline(limit),
         )

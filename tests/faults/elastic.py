@@ -209,7 +209,7 @@ class Stage:
         comm._timeout = self.case.timeout
         return self._train(comm, index)
 
-    def _guest(self, point: int, index: int) -> Outcome:
+    def _joiner(self, point: int, index: int) -> Outcome:
         os.environ["GRADWIRE_JOB"] = self._name
         if point >= 0:
             die_in_resize(point)
@@ -265,16 +265,16 @@ class Stage:
         spare = len(self.processes) < _PROCESSES - 1
         victim = members[event.pick % len(members)]
         if event.kind == "join" and spare:
-            self._start(functools.partial(self._guest, -1))
+            self._start(functools.partial(self._joiner, -1))
         elif event.kind == "join and die" and spare:
-            self._start(functools.partial(self._guest, event.point % 4)).doomed = True
+            self._start(functools.partial(self._joiner, event.point % 4)).doomed = True
         elif len(members) < 2:  # somebody must be left with the state
             return
         elif event.kind == "die in a resize" and spare:
             victim.doomed = True
             self._fates[victim.index] = 1 + event.point
-            guest = self._start(functools.partial(self._guest, -1))
-            is_in = lambda: self.board.seen(guest.index)[0] or guest.collect()  # noqa: E731
+            joiner = self._start(functools.partial(self._joiner, -1))
+            is_in = lambda: self.board.seen(joiner.index)[0] or joiner.collect()  # noqa: E731
             self.wait("a death in a resize", lambda: not victim.lives or is_in())
             victim.kill(signal.SIGKILL)  # where the resize had fewer messages
         elif event.kind in ("kill", "crash"):

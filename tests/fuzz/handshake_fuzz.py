@@ -1,4 +1,4 @@
-"""The handshake: what a stranger says at the door, and what a false server answers a rank.
+"""The handshake: what a stranger says to a listener, and what a false server answers a rank.
 
 input: 1 byte, which of the two, and whether a genuine hello or challenge comes first; the bytes
 """
@@ -19,12 +19,12 @@ HELLO = handshake.Hello("job", handshake.Purpose.CONTROL, 3, 1, source=2, target
 
 
 def expect(hello: handshake.Hello, _: socket.socket) -> None:
-    """What a rank's door does with a hello that it does not expect."""
+    """What a rank's listener does with a hello that it does not expect."""
     if hello.target != 0:
         raise handshake.HandshakeError("this is rank 0")
 
 
-def at_the_door(data: bytes) -> None:
+def to_a_listener(data: bytes) -> None:
     """Nobody gets in without the secret, and the authenticator forgets whoever tried."""
     stranger, ours = socket.socketpair()
     authenticator = handshake.Authenticator([], "job", SECRET, expect)
@@ -57,9 +57,9 @@ def test_one_input(data: bytes) -> None:
     """Runs one input."""
     kind, rest = data[:1], data[1:4096]
     if kind < b"\x40":
-        at_the_door(rest)
+        to_a_listener(rest)
     elif kind < b"\x80":
-        at_the_door(HELLO.pack() + rest)
+        to_a_listener(HELLO.pack() + rest)
     else:
         before_a_false_server(rest)
 

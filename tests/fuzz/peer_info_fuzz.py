@@ -1,8 +1,8 @@
 """What a rank publishes about itself: a decoded value is fit to connect to, and to print.
 
 input: a rank's AddressInfo, its host, its host information in a process group, why it gives up,
-the endpoint of rank 0's store, a question for its secret, its cost model, the sign of a door, or
-what a sponsor and its guests tell each other; the hello of a handshake, and its Side
+the endpoint of rank 0's store, a question for its secret, its cost model, a join listener's entry,
+or what a leader and its joiners tell each other; the hello of a handshake, and its Side
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import atheris
 from gradwire import _model
 from gradwire._bootstrap import (
     advertised_store,
-    guests,
     handshake,
     host_info,
+    join_listener,
+    joining,
     mesh,
     rendezvous_exchange,
-    sign,
 )
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
@@ -71,13 +71,15 @@ def test_one_input(data: bytes) -> None:
         model = _model.unpack(data)
         assert _model.unpack(_model.pack(model)).digest == model.digest
     with contextlib.suppress(RendezvousError):
-        signed = sign._signature("job", b"secret", data) + b" " + data  # reaches the parser
-        found = sign.unpack_sign(signed, "job", b"secret")
-        assert sign.unpack_sign(found.pack(), "job", b"secret") == found
+        signed = (
+            join_listener._signature("job", b"secret", data) + b" " + data
+        )  # reaches the parser
+        found = join_listener.unpack_entry(signed, "job", b"secret")
+        assert join_listener.unpack_entry(found.pack(), "job", b"secret") == found
         use(found.address)
     with contextlib.suppress(RendezvousError):
-        sign.unpack_sign(data, "job", b"secret")
-        raise AssertionError("a foreign sign was believed")
+        join_listener.unpack_entry(data, "job", b"secret")
+        raise AssertionError("a foreign entry was believed")
     with contextlib.suppress(encryption.Mismatch):
         side = encryption.unpack_side(data)
         assert encryption.unpack_side(side.pack()) == side
@@ -86,22 +88,22 @@ def test_one_input(data: bytes) -> None:
         hello = handshake.unpack_hello(data[:40].ljust(40, b"\0"), "job")
         assert handshake.unpack_hello(hello.pack(), "job") == hello
     with contextlib.suppress(ValueError):
-        invitation = guests.unpack_invitation(data)
-        assert guests.unpack_invitation(invitation.pack()) == invitation
+        invitation = joining.unpack_invitation(data)
+        assert joining.unpack_invitation(invitation.pack()) == invitation
         assert 0 <= invitation.rank < invitation.size
     with contextlib.suppress(ValueError):
-        assert len(guests.unpack_addresses(data, 2, 1).addresses) == 2
+        assert len(joining.unpack_addresses(data, 2, 1).addresses) == 2
 
 
 cover(
     advertised_store,
     encryption,
-    guests,
+    joining,
     handshake,
     host_info,
     mesh,
     rendezvous_exchange,
-    sign,
+    join_listener,
     _model,
 )
 atheris.Setup(sys.argv, test_one_input)

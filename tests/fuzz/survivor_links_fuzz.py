@@ -33,7 +33,7 @@ def test_one_input(data: bytes) -> None:
     for each in messages:
         assert isinstance(each, _links.Message)
         assert {1} <= each.view.ranks <= {0, 1, 2}
-        assert each.view.guests is None or each.view.guests <= set(range(_links.MOST_GUESTS))
+        assert each.view.joiners is None or each.view.joiners <= set(range(_links.MOST_JOINERS))
 
 
 cover(_links)

@@ -1,34 +1,48 @@
-"""join: a process asks the members of a communicator to let it into the next one.
+"""The joiner's side of a late join: a process asks the members of a communicator to let it in.
 
-It finds their door in a store, connects, and waits until they resize. What it then does its sponsor
-tells it, see `guests`. Whenever that link ends before it is in, it begins again, until the time is
-over. Members that try to connect to it wait meanwhile: so if that was in vain, it lets them work
-for as long as all its attempts took. When the members have closed their communicator, they say so,
-and it gives up, unless some of them turn out to go on.
+It finds their listener in a store, connects, asks, and waits until they resize. What it then does
+the leader of the resize tells it, by JSON in the messages of `survivor_links`:
+
+    leader  INVITE   Invitation                        joiner  ADDRESS  Addresses: its own
+    leader  ADDRESS  Addresses: those of all members   joiner  READY    once it is connected
+    leader  DONE     it is in                          joiner  DONE     it knows
+
+Each has the view of the attempt that it is about. A new INVITE begins another attempt. Whenever the
+link ends before it is in, it asks again, until the time is over. Members that try to connect to it
+wait meanwhile: so if that was in vain, it lets them work for as long as all its attempts took. When
+the members have closed their communicator, they say so, and it gives up, unless some of them turn
+out to go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.connect import connect_mesh, open_socket
-from gradwire._bootstrap.door import RENEW_SECONDS, Reader, reader_of
-from gradwire._bootstrap.guests import Invitation, unpack_addresses, unpack_invitation
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.host_info import host_identity
+from gradwire._bootstrap.job_secret import secret_of_store
+from gradwire._bootstrap.join_listener import (
+    JOIN_REQUEST,
+    RENEW_SECONDS,
+    ListenerEntry,
+    entry_key,
+    secret_key,
+    unpack_entry,
+)
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
-from gradwire._bootstrap.sign import Sign, key_of, secret_key_of, unpack_sign
-from gradwire._bootstrap.store import parse_address
+from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.survivor_links import (
     MOST_RANKS,
     LinkEnded,
@@ -37,23 +51,24 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
 )
-from gradwire._bootstrap.waiting_room import KNOCK
+from gradwire._bootstrap.through_torch.torch_store import connect_by_url
 from gradwire._errors import Error, JobOver, RendezvousError, describe
 from gradwire._host.interfaces import Choice, choose, is_loopback, loopback, route_to
 from gradwire._model import unpack
 
-_SPONSOR = MOST_RANKS  # its number as a peer
-_PAUSE_SECONDS = 0.05  # before it knocks again
+_LEADER = MOST_RANKS  # its number as a peer
+_PAUSE_SECONDS = 0.05  # before it asks again
 _MOST_PAUSE_SECONDS = 60.0  # the same, where members have tried to connect to it in vain
-_REPEAT_SECONDS = 1.0  # after which it tells its sponsor that it lives
-_SILENCE_SECONDS = 10.0  # of a sponsor that connects, beyond the time for connecting
-_CONNECT_SECONDS = 5.0  # for one attempt to reach the door
-_ANSWER_SECONDS = 2.0  # in which a store answers: members wait for a guest no longer than 5 s
-_OVER_SECONDS = 2.0  # in which members that go on after rank 0 has left open another door
+_REPEAT_SECONDS = 1.0  # after which it tells its leader that it lives
+_SILENCE_SECONDS = 10.0  # of a leader that connects, beyond the time for connecting
+_CONNECT_SECONDS = 5.0  # for one attempt to reach the listener
+_ANSWER_SECONDS = 2.0  # in which a store answers: members wait for a joiner no longer than 5 s
+_OVER_SECONDS = 2.0  # in which members that go on after rank 0 has left open another listener
 # The same where the store alone says that rank 0 has left. An earlier start may have left that
-# there, or somebody who has kept it writes it again: an open door's next sign comes in this time.
+# there, or somebody who has kept it writes it again: a listener's next entry comes in this time.
 _STORED_OVER_SECONDS = RENEW_SECONDS + _ANSWER_SECONDS
 _LOOK_SECONDS = 0.2  # between two looks for that one
+_LARGEST = 1 << 31
 
 _log = logging.getLogger("gradwire")
 
@@ -63,6 +78,7 @@ class _Closable(Protocol):
 
 
 _Made = TypeVar("_Made", bound=_Closable)
+Reader = Callable[[str, float], bytes]  # of a key, within so many seconds: see StoreClient.get
 
 
 class _LeftOut(Exception):
@@ -82,8 +98,8 @@ class _Invited(Exception):
 
 
 @dataclass(frozen=True)
-class Asking:
-    """A process that wants to join: what it was told at its start."""
+class JoinOptions:
+    """The job that a process wants to join, and how, as it was told at its start."""
 
     job: str
     number: int  # in the job; -1: none
@@ -92,7 +108,80 @@ class Asking:
     transports: tuple[str, ...]
 
 
-def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:
+@dataclass(frozen=True)
+class Invitation:
+    """A joiner's place in the next communicator."""
+
+    rank: int
+    size: int
+    communicator: int
+    epoch: int
+    joined: int
+    seconds: float  # for connecting
+    model: str | None  # the packed cost model
+
+    def pack(self) -> bytes:
+        """Encodes all fields as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+def unpack_invitation(data: bytes) -> Invitation:
+    """Decodes a leader's invitation; raises ValueError for anything else."""
+    fields = _object(data)
+    numbers = [fields.get(name) for name in ("rank", "size", "communicator", "epoch", "joined")]
+    if not all(type(each) is int and 0 <= each < 1 << 32 for each in numbers):
+        raise ValueError("a number in it is missing or out of range")
+    if not 0 <= fields["rank"] < fields["size"] < _LARGEST:
+        raise ValueError("its rank is not within its size")
+    if not isinstance(fields.get("seconds"), float | int) or not 0 < fields["seconds"] < 1e6:
+        raise ValueError("its time is missing or out of range")
+    if not isinstance(fields.get("model"), str | None):
+        raise ValueError("its model is no text")
+    try:
+        return Invitation(**fields)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Packed AddressInfos, and numbers in the job: of joiners from a leader, of all to a joiner."""
+
+    addresses: list[bytes]
+    job_ranks: list[int] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """Encodes both as JSON."""
+        texts = [each.decode() for each in self.addresses]
+        return json.dumps({"addresses": texts, "job_ranks": self.job_ranks}).encode()
+
+
+def unpack_addresses(data: bytes, addresses: int, job_ranks: int) -> Addresses:
+    """Decodes so many addresses and numbers; raises ValueError for anything else."""
+    found = _object(data)
+    texts, numbers = found.get("addresses"), found.get("job_ranks")
+    if not isinstance(texts, list) or not isinstance(numbers, list):
+        raise ValueError("a list in it is missing")
+    if len(texts) != addresses or len(numbers) != job_ranks:
+        raise ValueError("it has another number of members")
+    if not all(isinstance(each, str) for each in texts):
+        raise ValueError("an address is no text")
+    if not all(type(each) is int and 0 <= each < _LARGEST for each in numbers):
+        raise ValueError("a rank of the job is out of range")
+    return Addresses([each.encode() for each in texts], numbers)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    return found
+
+
+def join(options: JoinOptions, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:
     """Waits until members let this process in; returns `make(mesh, seconds)`.
 
     `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline,
@@ -103,113 +192,139 @@ def join(asking: Asking, make: Callable[[Mesh, float], _Made], deadline: Deadlin
     lost = 0.0  # seconds of the members' time, in all attempts
     over: Deadline | None = None  # for word of members that go on
     while True:
-        guest: _Guest[_Made] | None = None
+        request: _Request[_Made] | None = None
         try:
             limit = deadline if over is None else deadline.within(over.remaining)
-            with reader_of(asking.store, asking.job, asking.secret, limit, _ANSWER_SECONDS) as read:
-                sign = _read_sign(asking, read, limit)
+            with reader_of(
+                options.store, options.job, options.secret, limit, _ANSWER_SECONDS
+            ) as read:
+                entry = _read_entry(options, read, limit)
                 over = None
-                with _knock(asking, sign, deadline) as links:
-                    looks = _Looks(asking, read, sign)
-                    guest = _Guest(asking, sign, links, make, deadline, looks.is_there)
-                    return guest.run()
+                with _ask(options, entry, deadline) as links:
+                    watch = _EntryWatch(read, entry)
+                    request = _Request(options, entry, links, make, deadline, watch.is_current)
+                    return request.run()
         except TimeoutError:
-            if guest is not None:
-                reason = "it has knocked, and the ranks have not resized since"
+            if request is not None:
+                reason = "it has asked to join, and the ranks have not resized since"
         except _Over as end:
             over = over or Deadline(end.seconds)
             reason = "its ranks have ended"
         except _LeftOut as error:
             reason = str(error)
         except SettingsError as error:
-            raise RendezvousError(f"cannot join job {asking.job!r}: {error}") from error
+            raise RendezvousError(f"cannot join job {options.job!r}: {error}") from error
         except OSError as error:  # HandshakeError is one
-            reason = f"its door does not answer ({error})"
+            reason = f"its join listener does not answer ({error})"
         except RendezvousError:  # the store is gone, with those who said so
             if over is None:
                 raise
         if over is not None and over.passed:
             raise JobOver(
-                f"there is nobody left to join in job {asking.job!r}: its ranks have come to the "
+                f"there is nobody left to join in job {options.job!r}: its ranks have come to the "
                 "end, and closed their communicator"
             )
         if deadline.passed:
             raise RendezvousError(
-                f"timed out: nobody let this process into job {asking.job!r} within "
+                f"timed out: nobody let this process into job {options.job!r} within "
                 f"{deadline.seconds:g} s ({reason}): is it running, does rank 0 call "
                 "should_resize() and do all ranks call resize() then, and is store= the same?"
             )
-        _log.info("knocking again: %s", reason)
-        lost += guest.seconds if guest is not None else 0.0
+        _log.info("asking again: %s", reason)
+        lost += request.seconds if request is not None else 0.0
         pause = min(max(_PAUSE_SECONDS, lost), _MOST_PAUSE_SECONDS, deadline.remaining)
         threading.Event().wait(pause if over is None else _LOOK_SECONDS)
 
 
-def _read_sign(asking: Asking, read: Reader, deadline: Deadline) -> Sign:
-    """The sign of the door; waits for it in pieces, so that Ctrl-C gets through."""
+@contextlib.contextmanager
+def reader_of(
+    store: str, job: str, secret: bytes | None, deadline: Deadline, answer: float
+) -> Iterator[Reader]:
+    """A function that waits for the value of a key in a store.
+
+    Raises RendezvousError without a secret that the store needs. So does the function when the
+    store is lost, or says nothing for `answer` seconds.
+    """
+    if store.startswith("torch:"):
+        if secret is None:
+            raise RendezvousError(
+                f"join() needs the job's secret, which is not in the store at {store}, since "
+                "others can read it: give secret=, or set GRADWIRE_SECRET to that of the ranks"
+            )
+        yield connect_by_url(store, deadline, answer).get
+        return
+    address = parse_address(store)
+    known = secret_of_store(address, secret)
+    client = StoreClient(address, job, known, deadline, margin=answer)
+    with contextlib.closing(client):
+        yield client.get
+
+
+def _read_entry(options: JoinOptions, read: Reader, deadline: Deadline) -> ListenerEntry:
+    """The listener's entry; waits for it in pieces, so that Ctrl-C gets through."""
     try:
-        found = read(key_of(asking.job), min(deadline.remaining, 0.5))
-        sign = unpack_sign(found, asking.job, _secret_of(asking, read))
+        found = read(entry_key(options.job), min(deadline.remaining, 0.5))
+        entry = unpack_entry(found, options.job, _secret_of(options, read))
     except RendezvousError as error:  # such as that of the rendezvous at the same address
         raise _LeftOut(f"its store closed: {error}") from None
-    if sign.over:
+    if entry.over:
         raise _Over(_STORED_OVER_SECONDS)
-    return sign
+    return entry
 
 
-def _secret_of(asking: Asking, read: Reader) -> bytes:
+def _secret_of(options: JoinOptions, read: Reader) -> bytes:
     """The job's secret: the given one, else what a store has that serves this user's processes.
 
     Empty where everybody may join (GRADWIRE_INSECURE).
     """
-    if asking.secret is not None:
-        return asking.secret
-    return read(secret_key_of(asking.job), 0) if parse_address(asking.store).local else b""
+    if options.secret is not None:
+        return options.secret
+    return read(secret_key(options.job), 0) if parse_address(options.store).local else b""
 
 
-class _Looks:
-    """Looks into the store for whether the door is where it was.
+class _EntryWatch:
+    """Looks into the store for whether the entry is still the one that this process followed.
 
-    A rank that is stopped keeps its guests' links, while the others go on and open another door.
+    A rank that is stopped keeps its joiners' links, while the others go on and listen elsewhere.
     """
 
-    def __init__(self, asking: Asking, read: Reader, sign: Sign) -> None:
-        self._key, self._read, self._sign = key_of(asking.job), read, sign
+    def __init__(self, read: Reader, entry: ListenerEntry) -> None:
+        self._read, self._entry = read, entry
         self._is_lost = False  # the store: asking it again would take as long again
 
-    def is_there(self) -> bool:
-        """Whether the door is where it was, as far as the store knows."""
+    def is_current(self) -> bool:
+        """Whether the entry is the same, as far as the store knows."""
         if self._is_lost:
             return True
         try:
-            found = self._read(self._key, 0)
+            found = self._read(entry_key(self._entry.job), 0)
         except TimeoutError:
             return True
         except Error:
             self._is_lost = True
             return True
         with contextlib.suppress(RendezvousError):  # not signed, so it says nothing
-            return unpack_sign(found, self._sign.job, self._sign.secret) == self._sign
+            return unpack_entry(found, self._entry.job, self._entry.secret) == self._entry
         return True
 
 
 @contextlib.contextmanager
-def _knock(asking: Asking, sign: Sign, deadline: Deadline) -> Iterator[SurvivorLinks]:
-    """Connects to the door; yields the link to the sponsor-to-be."""
+def _ask(options: JoinOptions, entry: ListenerEntry, deadline: Deadline) -> Iterator[SurvivorLinks]:
+    """Connects to the listener, and asks to join; yields the link to the leader-to-be."""
     limit = deadline.within(_CONNECT_SECONDS)
-    info, own = sign.address, _interface(sign.address)
+    info, own = entry.address, _interface(entry.address)
     here = info.host == host_identity() and info.unix
     sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
     try:
-        hello = Hello(asking.job, Purpose.JOIN, epoch=sign.epoch, source=asking.number)
-        sock = client_handshake(sock, hello, sign.secret, limit)
+        hello = Hello(options.job, Purpose.JOIN, epoch=entry.epoch, source=options.number)
+        sock = client_handshake(sock, hello, entry.secret, limit)
         fail_with_host(sock, always_read=True)
-        sock.sendall(KNOCK)
+        sock.sendall(JOIN_REQUEST)
     except BaseException:
         sock.close()
         raise
     links = SurvivorLinks((), MOST_RANKS)
-    links.add(_SPONSOR, sock)
+    links.add(_LEADER, sock)
     with contextlib.closing(links):
         yield links
 
@@ -223,23 +338,23 @@ def _interface(info: AddressInfo) -> Choice:
     return choose(source, pattern=pattern, several_hosts=True)
 
 
-class _Guest(Generic[_Made]):
-    """One knock, from the first invitation to the end of the link or the word that it is in."""
+class _Request(Generic[_Made]):
+    """One request to join, until the end of the link or the word that it is in."""
 
     def __init__(
         self,
-        asking: Asking,
-        sign: Sign,
+        options: JoinOptions,
+        entry: ListenerEntry,
         links: SurvivorLinks,
         make: Callable[[Mesh, float], _Made],
         deadline: Deadline,
-        is_there: Callable[[], bool] = lambda: True,
+        is_current: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._asking, self._links, self._make, self._deadline = asking, links, make, deadline
-        self._is_there = is_there  # the door, still
-        self._interface = _interface(sign.address)
+        self._options, self._links, self._make, self._deadline = options, links, make, deadline
+        self._is_current = is_current  # the entry that was followed
+        self._interface = _interface(entry.address)
         privacy = "who joins needs the job's secret"
-        self._job = Job(asking.job, sign.secret, sign.epoch, privacy)
+        self._job = Job(options.job, entry.secret, entry.epoch, privacy)
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._silent_at: Deadline | None = None  # once invited
         self._invited: tuple[View, Invitation] | None = None
@@ -271,7 +386,7 @@ class _Guest(Generic[_Made]):
             made = self._connect(view, invitation)
         except Error as error:
             _log.info("could not connect: %s", describe(error))
-            self._wait(lambda: False, view)  # the sponsor invites again, or ends the link
+            self._wait(lambda: False, view)  # the leader invites again, or ends the link
             raise AssertionError("unreachable") from None
         self._candidate = view, made
         self._say(MessageKind.READY, view)
@@ -289,14 +404,14 @@ class _Guest(Generic[_Made]):
             size=invitation.size,
             communicator=invitation.communicator,
             deadline=Deadline(invitation.seconds),
-            transports=self._asking.transports,
+            transports=self._options.transports,
             interface=self._interface,
             raise_if_peer_failed=lambda within: self._listen(within, view),
         )
-        asking = self._asking
+        options = self._options
         mesh.job_ranks = tuple(job_ranks)
         mesh.membership = Membership(
-            invitation.epoch, invitation.joined, asking.store, asking.secret, asking.transports
+            invitation.epoch, invitation.joined, options.store, options.secret, options.transports
         )
         try:
             mesh.model = None if invitation.model is None else unpack(invitation.model.encode())
@@ -315,7 +430,7 @@ class _Guest(Generic[_Made]):
         try:
             found = unpack_addresses(self._addresses[1], invitation.size, invitation.size)
         except ValueError as error:
-            raise _LeftOut(f"the sponsor sent no addresses ({error})") from None
+            raise _LeftOut(f"the leader sent no addresses ({error})") from None
         job_ranks[:] = found.job_ranks
         return found.addresses
 
@@ -325,8 +440,8 @@ class _Guest(Generic[_Made]):
             self._listen(_REPEAT_SECONDS, view)
             if self._silent_at is None and self._deadline.passed:
                 raise TimeoutError
-            if self._silent_at is None and not self._is_there():
-                raise _LeftOut("another rank has the door now")
+            if self._silent_at is None and not self._is_current():
+                raise _LeftOut("another rank lets processes in now")
             if self._silent_at is not None and self._silent_at.passed:
                 raise _LeftOut("the rank that had let it in fell silent")
 
@@ -365,7 +480,7 @@ class _Guest(Generic[_Made]):
 
     def _say(self, kind: MessageKind, view: View, payload: bytes = b"") -> None:
         self._repeat_at = Deadline(_REPEAT_SECONDS)
-        self._links.send(_SPONSOR, kind, view, payload)
+        self._links.send(_LEADER, kind, view, payload)
 
     def _drop_candidate(self) -> None:
         if self._candidate is not None:

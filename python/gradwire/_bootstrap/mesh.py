@@ -47,7 +47,7 @@ class Membership:
 
     epoch: int = 0
     joined: int = 0  # the last ranks, so many of them, joined at this epoch
-    store: str | None = None  # URL of the store in which its door is found; None: unknown
+    store: str | None = None  # URL of the store in which its join listener is found; None: unknown
     secret: bytes | None = field(default=None, repr=False)  # that the ranks were given, if any
     offered: tuple[str, ...] = ()  # transports
 

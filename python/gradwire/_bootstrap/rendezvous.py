@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
@@ -26,6 +25,7 @@ from gradwire._bootstrap.mesh import Job, Membership, Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, Start, another_job
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
 from gradwire._bootstrap.torch_rendezvous import store_advertised_by_torch
 from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._host import emulated_link, encryption, transport_kinds
@@ -217,8 +217,7 @@ def _open_store(
     """A client of the store where ranks meet; and the secret, None where they agree on it there."""
     assert launch.store is not None  # LaunchInfo has one whenever there are several ranks
     if _uses_torch_store(launch):
-        parts = urlsplit(launch.store)
-        place = parts.hostname or "", parts.port or 0
+        place = parse_torch_address(launch.store)
         return store_advertised_by_torch(launch, place, secret, prefix, deadline)
     address = parse_address(launch.store)
     known = secret_of_store(address, secret)

@@ -31,16 +31,16 @@ last views are without it, and their links end without a DONE.
 Hosts that cannot reach each other take each other to be dead. After a shrink each side goes on. A
 resize goes on with a majority alone (`majority`), unless the program gives a number of ranks.
 
-**Guests** are processes that join in a resize. The lowest rank of a view is its *sponsor*: it alone
-talks to them, and says in its view whom it brings; until then that part of a view is open. Think
-of a view as a set of ranks, and of all guests that any rank of it might bring in any round: what a
-sponsor says leaves out all other guests of its own, a guest that dies is left out like a rank, and
-when a sponsor leaves, its guests leave too. So views still only get smaller (`View.meet`), by
-rounds that end with the time to wait. Guests state nothing to ranks: a sponsor sends READY when its
-guests have told it that they are, so the argument above holds for ranks as it stands. When
-connecting fails and names nobody, all guests are left out before the ranks give up. A guest is in
-when its sponsor, done with V, tells it. One whose sponsor vanishes before drops its candidate and
-knocks again; if ranks were done with V, they have a communicator with a dead rank in it, which
+**Joiners** are processes that join in a resize. The lowest rank of a view is its *leader*: it alone
+talks to them, and says in its view whom it admits; until then that part of a view is open. Think
+of a view as a set of ranks, and of all joiners that any rank of it might admit in any round: what a
+leader says leaves out all other joiners of its own, a joiner that dies is left out like a rank, and
+when a leader leaves, its joiners leave too. So views still only get smaller (`View.meet`), by
+rounds that end with the time to wait. Joiners state nothing to ranks: a leader sends READY when its
+joiners have told it that they are, so the argument above holds for ranks as it stands. When
+connecting fails and names nobody, all joiners are left out before the ranks give up. A joiner is in
+when its leader, done with V, tells it. One whose leader vanishes before drops its candidate and
+asks again; if ranks were done with V, they have a communicator with a dead rank in it, which
 fails, and the next resize leaves it out.
 """
 
@@ -56,18 +56,17 @@ from typing import Generic, Protocol, TypeVar
 from gradwire._base.deadline import Deadline
 from gradwire._base.majority import is_majority, no_majority
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.door import Door
-from gradwire._bootstrap.guests import Addresses, Invitation, unpack_addresses, with_guests
+from gradwire._bootstrap.join_listener import Joiner, JoinListener
+from gradwire._bootstrap.joining import Addresses, Invitation, unpack_addresses
 from gradwire._bootstrap.mesh import Mesh, unpack_address_info
 from gradwire._bootstrap.survivor_links import (
-    MOST_GUESTS,
+    MOST_JOINERS,
     LinkEnded,
     Message,
     MessageKind,
     SurvivorLinks,
     View,
 )
-from gradwire._bootstrap.waiting_room import Guest
 from gradwire._errors import Error, RendezvousError, Timeout, TransportError, describe, naming
 from gradwire._model import pack
 
@@ -76,8 +75,8 @@ _MOST_CONNECT_SECONDS = 30.0  # the same, however long it is
 _REPEAT_SECONDS = 1.0  # after which a waiting rank sends its view again
 _DEATH_REPORT_SECONDS = 2.0  # in which the death that made connecting fail becomes known
 _DONE_SECONDS = 1.0  # for the others' DONE, at the end
-_GUEST_SECONDS = 5.0  # in which a guest answers an invitation
-_KNOCK_SECONDS = 0.05  # between two looks at the door
+_JOINER_SECONDS = 5.0  # in which a joiner answers an invitation
+_LOOK_SECONDS = 0.05  # between two looks for joiners
 _MOST_ROUNDS = 255
 
 _log = logging.getLogger("gradwire")
@@ -95,14 +94,14 @@ class _ViewChanged(Exception):
 
 
 @dataclass
-class Admission:
-    """The rules by which a resize lets processes in, the same on all ranks; and the door."""
+class ResizeOptions:
+    """The rules by which a resize lets processes in, the same on all ranks; and the listener."""
 
-    open_door: Callable[[], Door]  # called on the sponsor
+    open_listener: Callable[[], JoinListener]  # called on the leader
     wait: float = 0.0  # seconds, while there are fewer ranks than
     least: int | None = 1  # None: a majority of the ended communicator's ranks must be left
     most: int | None = None
-    door: Door | None = None  # once this rank has been the sponsor
+    listener: JoinListener | None = None  # once this rank has been the leader
 
 
 def shrink(
@@ -112,22 +111,22 @@ def shrink(
     *,
     transports: Sequence[str],
     timeout: float,
-    admission: Admission | None = None,
+    options: ResizeOptions | None = None,
 ) -> _Made:
-    """Connects the survivors, in their old order, then guests; returns `make(mesh, seconds)`.
+    """Connects the survivors, in their old order, then joiners; returns `make(mesh, seconds)`.
 
-    `mesh` is the ended communicator's; without `admission` nobody joins. A rank that sends nothing
+    `mesh` is the ended communicator's; without `options` nobody joins. A rank that sends nothing
     for `timeout` seconds is left out, and so is one that falls silent later. Closes the links.
     Raises TransportError on a rank that was left out, and RendezvousError when the survivors cannot
     connect to each other, are no majority, or are too few at the end of the wait. `seconds` is the
     time for links.
     """
     with contextlib.closing(links):
-        return _Shrink(mesh, links, make, transports, timeout, admission).run()
+        return _Shrink(mesh, links, make, transports, timeout, options).run()
 
 
 class _Shrink(Generic[_Made]):
-    """One rank's part; ranks have the numbers of the ended communicator, guests those above."""
+    """One rank's part; ranks have the numbers of the ended communicator, joiners those above."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class _Shrink(Generic[_Made]):
         make: Callable[[Mesh, float], _Made],
         transports: Sequence[str],
         timeout: float,
-        admission: Admission | None,
+        options: ResizeOptions | None,
     ) -> None:
         self._mesh, self._rank, self._links = mesh, mesh.rank, links
         self._make, self._transports = make, transports
@@ -144,11 +143,11 @@ class _Shrink(Generic[_Made]):
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._active: set[int] = set()  # ranks that sent anything since connecting failed
         self._exclusion: TransportError | None = None  # raised when the others left this rank out
-        self._admission = admission
-        self._wait_over = Deadline(admission.wait if admission else 0.0)
-        self._guests: list[Guest] = []  # that this rank has brought, as sponsor
+        self._options = options
+        self._wait_over = Deadline(options.wait if options else 0.0)
+        self._joiners: list[Joiner] = []  # that this rank has admitted, as leader
         self._told: set[int] = set()  # those that know that they are in
-        opened = None if admission else frozenset[int]()
+        opened = None if options else frozenset[int]()
         self._view = View(links.peers | {mesh.rank}, opened)
         self._limits = dict.fromkeys(links.peers, Deadline(timeout))  # of silence
         # The last message of each kind by peer, and the view that it was for.
@@ -175,7 +174,7 @@ class _Shrink(Generic[_Made]):
             view.size,
             _names(view.ranks),
             self._mesh.size,
-            f", and {len(view.guests)} joined" if view.guests else "",
+            f", and {len(view.joiners)} joined" if view.joiners else "",
         )
         return made
 
@@ -186,66 +185,70 @@ class _Shrink(Generic[_Made]):
                 return self._candidate
             self._require_majority()
             with contextlib.suppress(_ViewChanged):
-                if self._admission and not self._are_enough(self._admission):
+                if self._options and not self._are_enough(self._options):
                     continue
                 self._drop_candidate()
                 return self._try(self._view)
 
-    def _are_enough(self, admission: Admission) -> bool:
-        """Whether the agreed view is one to try; otherwise waits for guests, or for the sponsor.
+    def _are_enough(self, options: ResizeOptions) -> bool:
+        """Whether the agreed view is one to try; otherwise waits for joiners, or for the leader.
 
         Raises RendezvousError when the time to wait is over.
         """
         view = self._view
-        if view.guests is not None and view.size >= (admission.least or 1):
+        if view.joiners is not None and view.size >= (options.least or 1):
             return True
-        if self._rank == view.sponsor:
-            self._bring_guests(view, admission)
+        if self._rank == view.leader:
+            self._admit_joiners(view, options)
             return False
         self._wait(lambda: self._without_decision(view))
-        if self._refused.get(view.sponsor) == view:
-            raise self._too_few(view, admission)
+        if self._refused.get(view.leader) == view:
+            raise self._too_few(view, options)
         return True
 
-    def _bring_guests(self, view: View, admission: Admission) -> None:
-        """Waits for guests where ranks are too few, and says whom this sponsor brings."""
-        if admission.door is None:
-            admission.door = admission.open_door()
+    def _admit_joiners(self, view: View, options: ResizeOptions) -> None:
+        """Waits for joiners where ranks are too few, and says whom this leader admits."""
+        if options.listener is None:
+            options.listener = options.open_listener()
         while True:
-            most = MOST_GUESTS if admission.most is None else admission.most - len(view.ranks)
-            room = min(most - len(self._brought()), MOST_GUESTS - len(self._guests))
-            for guest in admission.door.take(max(room, 0)):
-                self._add_guest(guest)
-            brought = self._brought()
-            enough = len(view.ranks) + len(brought) >= (admission.least or 1)
+            most = MOST_JOINERS if options.most is None else options.most - len(view.ranks)
+            room = min(most - len(self._admitted()), MOST_JOINERS - len(self._joiners))
+            for joiner in options.listener.take(max(room, 0)):
+                self._add_joiner(joiner)
+            admitted = self._admitted()
+            enough = len(view.ranks) + len(admitted) >= (options.least or 1)
             if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
                 break
-            self._watch_view(view, min(_KNOCK_SECONDS, self._wait_over.remaining))
-        if not enough and view.guests is not None:
+            self._watch_view(view, min(_LOOK_SECONDS, self._wait_over.remaining))
+        if not enough and view.joiners is not None:
             self._send(MessageKind.TOO_FEW, view)
-            raise self._too_few(view, admission)
-        number = view.round + (view.guests is not None)
-        self._shrink_view(View(view.ranks, frozenset(brought), number))
+            raise self._too_few(view, options)
+        number = view.round + (view.joiners is not None)
+        self._shrink_view(View(view.ranks, frozenset(admitted), number))
 
-    def _brought(self) -> set[int]:
-        """The guests that this sponsor has and nobody left out; also from before a rank died."""
+    def _admitted(self) -> set[int]:
+        """The joiners that this leader has and nobody left out; also from before a rank died."""
         return {
-            number for number in range(len(self._guests)) if self._peer(number) in self._links.peers
+            number
+            for number in range(len(self._joiners))
+            if self._peer(number) in self._links.peers
         }
 
-    def _add_guest(self, guest: Guest) -> None:
-        peer = self._peer(len(self._guests))
-        self._guests.append(guest)
-        self._links.add(peer, guest.sock)
-        self._limits[peer] = Deadline(_GUEST_SECONDS)
+    def _add_joiner(self, joiner: Joiner) -> None:
+        peer = self._peer(len(self._joiners))
+        self._joiners.append(joiner)
+        self._links.add(peer, joiner.sock)
+        self._limits[peer] = Deadline(_JOINER_SECONDS)
 
-    def _too_few(self, view: View, admission: Admission) -> RendezvousError:
+    def _too_few(self, view: View, options: ResizeOptions) -> RendezvousError:
         trouble = (
-            f" ({admission.door.trouble})" if admission.door and admission.door.trouble else ""
+            f" ({options.listener.trouble})"
+            if options.listener and options.listener.trouble
+            else ""
         )
         return RendezvousError(
             f"rank {self._rank}: {view.size} rank{'s are' if view.size > 1 else ' is'} here after "
-            f"wait={admission.wait:g} s, and min_ranks={admission.least}{trouble}: the others have "
+            f"wait={options.wait:g} s, and min_ranks={options.least}{trouble}: the others have "
             "failed, or the network between them and this part of the ranks has; start more "
             "processes that call gradwire.join(), or wait longer"
         )
@@ -259,7 +262,7 @@ class _Shrink(Generic[_Made]):
         return found
 
     def _connect(self, view: View) -> _Made:
-        members = [*sorted(view.ranks), *sorted(self._peers(view.guests))]
+        members = [*sorted(view.ranks), *sorted(self._peers(view.joiners))]
         name = f"{self._mesh.communicator}/shrink/{members}/{view.round}"
         communicator = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         job_ranks: list[int] = []
@@ -276,7 +279,7 @@ class _Shrink(Generic[_Made]):
                 raise_if_peer_failed=lambda within: self._watch_view(view, within),
             )
             mesh.job_ranks = tuple(job_ranks) or (self._mesh.job_rank(self._rank),)
-            mesh.membership = self._mesh.membership.next(joined=len(view.guests or ()))
+            mesh.membership = self._mesh.membership.next(joined=len(view.joiners or ()))
             self._send_view()  # `make` takes a while too
             return self._make(mesh, self._connect_timeout)
         except Error as error:
@@ -287,7 +290,7 @@ class _Shrink(Generic[_Made]):
     def _find_stuck_ranks(self, view: View, named: set[int]) -> None:
         """Leaves out stuck ranks, and those that the error names, after connecting failed.
 
-        Leaves out all guests where it names nobody. Raises _ViewChanged when the view has become
+        Leaves out all joiners where it names nobody. Raises _ViewChanged when the view has become
         smaller.
         """
         self._watch_view(
@@ -295,7 +298,7 @@ class _Shrink(Generic[_Made]):
         )  # the end of a dead rank's link may come later
         self._active.clear()
         self._wait(lambda: self._silent(view))
-        if blamed := named - {self._rank} or self._peers(view.guests):
+        if blamed := named - {self._rank} or self._peers(view.joiners):
             self._leave_out(blamed, "it kept the others waiting when they connected")
             self._require_view(view)
 
@@ -304,34 +307,34 @@ class _Shrink(Generic[_Made]):
     ) -> list[bytes]:
         """All members' addresses, in their order; fills in their numbers in the job.
 
-        The sponsor asks its guests for theirs first, and passes all on to them.
+        The leader asks its joiners for theirs first, and passes all on to them.
         """
         ranks = sorted(view.ranks)
         numbers = [self._mesh.job_rank(rank) for rank in ranks]
-        guests = sorted(self._guests_of(view))
-        if guests:
-            numbers = with_guests(
-                numbers, [self._guests[each - self._mesh.size] for each in guests]
+        joiners = sorted(self._joiners_of(view))
+        if joiners:
+            numbers = _job_ranks(
+                numbers, [self._joiners[each - self._mesh.size] for each in joiners]
             )
-            self._invite(view, guests, communicator)
+            self._invite(view, joiners, communicator)
             self._wait(lambda: self._without_answer(view, self._address_views()))
-            self._require_addresses(guests)
-        brought = [own, *(self._addresses[each][1] for each in guests)]
-        self._addresses[self._rank] = view, Addresses(brought, numbers[len(ranks) :]).pack()
+            self._require_addresses(joiners)
+        admitted = [own, *(self._addresses[each][1] for each in joiners)]
+        self._addresses[self._rank] = view, Addresses(admitted, numbers[len(ranks) :]).pack()
         self._send(MessageKind.ADDRESS, view, self._addresses[self._rank][1])
         self._wait(lambda: self._without_address(view))
         found = {rank: self._addresses_of(rank, view) for rank in ranks}
-        sponsor = found[view.sponsor]
-        job_ranks[:] = numbers[: len(ranks)] + sponsor.job_ranks
-        addresses = [found[rank].addresses[0] for rank in ranks] + sponsor.addresses[1:]
-        for each in guests:
+        leader = found[view.leader]
+        job_ranks[:] = numbers[: len(ranks)] + leader.job_ranks
+        addresses = [found[rank].addresses[0] for rank in ranks] + leader.addresses[1:]
+        for each in joiners:
             packed = Addresses(addresses, job_ranks).pack()
             self._links.send(each, MessageKind.ADDRESS, view, packed)
         return addresses
 
-    def _require_addresses(self, guests: Iterable[int]) -> None:
-        """Leaves out guests that sent no address, and raises _ViewChanged then."""
-        for each in guests:
+    def _require_addresses(self, joiners: Iterable[int]) -> None:
+        """Leaves out joiners that sent no address, and raises _ViewChanged then."""
+        for each in joiners:
             try:
                 unpack_address_info(self._addresses[each][1], each)
             except RendezvousError as error:
@@ -340,41 +343,41 @@ class _Shrink(Generic[_Made]):
 
     def _addresses_of(self, rank: int, view: View) -> Addresses:
         """Decodes what a rank sent; leaves it out, and raises _ViewChanged, if that is wrong."""
-        guests = len(view.guests or ()) if rank == view.sponsor else 0
+        joiners = len(view.joiners or ()) if rank == view.leader else 0
         try:
-            return unpack_addresses(self._addresses[rank][1], 1 + guests, guests)
+            return unpack_addresses(self._addresses[rank][1], 1 + joiners, joiners)
         except ValueError as error:
             self._leave_out({rank}, f"it sent no addresses ({error})")
             raise _ViewChanged from None
 
-    def _invite(self, view: View, guests: Sequence[int], communicator: int) -> None:
-        for index, peer in enumerate(guests):
-            self._limits[peer] = Deadline(_GUEST_SECONDS)
+    def _invite(self, view: View, joiners: Sequence[int], communicator: int) -> None:
+        for index, peer in enumerate(joiners):
+            self._limits[peer] = Deadline(_JOINER_SECONDS)
             invitation = Invitation(
                 rank=len(view.ranks) + index,
                 size=view.size,
                 communicator=communicator,
                 epoch=self._mesh.membership.epoch + 1,
-                joined=len(guests),
+                joined=len(joiners),
                 seconds=self._connect_timeout,
                 model=None if self._mesh.model is None else pack(self._mesh.model).decode(),
             )
             self._links.send(peer, MessageKind.INVITE, view, invitation.pack())
 
-    # Guests have the numbers from the size of the ended communicator on, as peers.
+    # Joiners have the numbers from the size of the ended communicator on, as peers.
 
-    def _peer(self, guest: int) -> int:
-        return self._mesh.size + guest
+    def _peer(self, joiner: int) -> int:
+        return self._mesh.size + joiner
 
-    def _peers(self, guests: Iterable[int] | None) -> set[int]:
-        return set(map(self._peer, guests or ()))
+    def _peers(self, joiners: Iterable[int] | None) -> set[int]:
+        return set(map(self._peer, joiners or ()))
 
-    def _guests_of(self, view: View) -> set[int]:
-        """The guests of a view as peers, if this rank has brought them."""
-        return self._peers(view.guests) if self._rank == view.sponsor else set()
+    def _joiners_of(self, view: View) -> set[int]:
+        """The joiners of a view as peers, if this rank has admitted them."""
+        return self._peers(view.joiners) if self._rank == view.leader else set()
 
     def _in_view(self, peer: int) -> bool:
-        return peer in self._view.ranks or peer in self._guests_of(self._view)
+        return peer in self._view.ranks or peer in self._joiners_of(self._view)
 
     # The ranks that this rank waits for; none when it is done.
 
@@ -382,23 +385,23 @@ class _Shrink(Generic[_Made]):
         return () if self._is_done() else self._without(self._view, self._views)
 
     def _without_decision(self, view: View) -> Iterable[int]:
-        """The sponsor, until it goes on with the view or gives up."""
+        """The leader, until it goes on with the view or gives up."""
         self._require_view(view)
-        sponsor = view.sponsor
-        if self._refused.get(sponsor) == view or self._address_views().get(sponsor) == view:
+        leader = view.leader
+        if self._refused.get(leader) == view or self._address_views().get(leader) == view:
             return ()
-        return {sponsor}
+        return {leader}
 
     def _without_address(self, view: View) -> Iterable[int]:
         self._require_view(view)
         return self._without(view, self._address_views())
 
     def _without_answer(self, view: View, last: Mapping[int, View]) -> Iterable[int]:
-        """The guests of this rank whose view in `last` is another one."""
+        """The joiners of this rank whose view in `last` is another one."""
         if self._is_done():
             return ()
         self._require_view(view)
-        return {peer for peer in self._guests_of(view) if last.get(peer) != view}
+        return {peer for peer in self._joiners_of(view) if last.get(peer) != view}
 
     def _not_ready(self, view: View) -> Iterable[int]:
         if self._is_done():
@@ -408,7 +411,7 @@ class _Shrink(Generic[_Made]):
 
     def _silent(self, view: View) -> Iterable[int]:
         self._require_view(view)
-        return (view.ranks | self._guests_of(view)) - self._active - {self._rank}
+        return (view.ranks | self._joiners_of(view)) - self._active - {self._rank}
 
     def _without(self, view: View, last: Mapping[int, View]) -> set[int]:
         """The other ranks of the view whose view in `last` is another one."""
@@ -421,7 +424,7 @@ class _Shrink(Generic[_Made]):
         if self._candidate is None:
             return False
         view, _ = self._candidate
-        own = self._ready.get(self._rank) == view  # a sponsor waits for its guests before
+        own = self._ready.get(self._rank) == view  # a leader waits for its joiners before
         everybody = own and self._view == view and not self._without(view, self._ready)
         return everybody or view in self._done.values()
 
@@ -457,7 +460,7 @@ class _Shrink(Generic[_Made]):
     def _send_view(self) -> None:
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._send(MessageKind.VIEW, self._view)
-        self._tell_guests(MessageKind.VIEW, self._view)
+        self._tell_joiners(MessageKind.VIEW, self._view)
 
     def _listen(self, seconds: float) -> None:
         for event in self._links.poll(seconds):
@@ -476,7 +479,7 @@ class _Shrink(Generic[_Made]):
             self._addresses[peer] = view, payload
         elif kind is MessageKind.READY:
             self._ready[peer] = view
-        if peer >= self._mesh.size:  # a guest, which says nothing about others
+        if peer >= self._mesh.size:  # a joiner, which says nothing about others
             if kind is MessageKind.DONE:
                 self._told.add(peer)
             return
@@ -496,13 +499,15 @@ class _Shrink(Generic[_Made]):
         out = set(peers)
         _log.info("rank %d leaves out %s: %s", self._rank, self._named(out), reason)
         before, size = self._view, self._mesh.size
-        without = before._replace(guests=before.guests and before.guests - {p - size for p in out})
+        without = before._replace(
+            joiners=before.joiners and before.joiners - {p - size for p in out}
+        )
         self._shrink_view(without.meet(View(before.ranks - out, None)))
 
     def _named(self, peers: Iterable[int]) -> str:
         size = self._mesh.size
         names = [
-            f"rank {each}" if each < size else f"guest {each - size}" for each in sorted(peers)
+            f"rank {each}" if each < size else f"joiner {each - size}" for each in sorted(peers)
         ]
         return ", ".join(names)
 
@@ -510,13 +515,13 @@ class _Shrink(Generic[_Made]):
         if view != self._view and not self._is_done():
             before, self._view = self._view, view
             self._send(MessageKind.VIEW, view, whom=before)  # also those that are left out
-            for peer in self._guests_of(before) - self._guests_of(view):
+            for peer in self._joiners_of(before) - self._joiners_of(view):
                 self._links.end(peer)
 
     def _require_majority(self) -> None:
         """Raises RendezvousError where a majority is needed, and the agreed view is none."""
         left, size = self._view.ranks, self._mesh.size
-        if self._admission and self._admission.least is None and not is_majority(left, size):
+        if self._options and self._options.least is None and not is_majority(left, size):
             self._send(MessageKind.TOO_FEW, self._view)
             raise no_majority(self._rank, left, size)
 
@@ -526,21 +531,21 @@ class _Shrink(Generic[_Made]):
         for peer in (whom or view).ranks - {self._rank}:
             self._links.send(peer, kind, view, payload)
 
-    def _tell_guests(self, kind: MessageKind, view: View) -> None:
-        for peer in self._guests_of(view):
+    def _tell_joiners(self, kind: MessageKind, view: View) -> None:
+        for peer in self._joiners_of(view):
             self._links.send(peer, kind, view)
 
     def _announce_done(self, view: View) -> None:
         """Sends DONE and awaits the others': closing a link with unread data may lose messages.
 
-        Guests learn it last, once no rank turned out to have left this one out.
+        Joiners learn it last, once no rank turned out to have left this one out.
         """
         self._send(MessageKind.DONE, view)
         self._await_confirmations(lambda: self._without(view, self._done))
         if leavers := self._leavers(self._without(view, self._done)):
             raise self._excluded_by(min(leavers))
-        self._tell_guests(MessageKind.DONE, view)
-        self._await_confirmations(lambda: self._guests_of(view) - self._told)
+        self._tell_joiners(MessageKind.DONE, view)
+        self._await_confirmations(lambda: self._joiners_of(view) - self._told)
 
     def _await_confirmations(self, whom: Callable[[], set[int]]) -> None:
         """Listens to those that are still connected; longer to ranks that left this one out.
@@ -572,6 +577,15 @@ class _Shrink(Generic[_Made]):
             _, made = self._candidate
             self._candidate = None
             made.close()
+
+
+def _job_ranks(ranks: Sequence[int], joiners: Sequence[Joiner]) -> list[int]:
+    """Numbers in the job, with joiners': their launcher's, where free, or others."""
+    numbers = list(ranks)
+    for joiner in joiners:
+        free = joiner.number >= 0 and joiner.number not in numbers
+        numbers.append(joiner.number if free else max(numbers) + 1)
+    return numbers
 
 
 def _left_out(rank: int, by: int) -> TransportError:

@@ -1,12 +1,12 @@
 """SurvivorLinks: the control sockets that outlived their communicator carry shrink's messages.
 
     magic "GRS2", kind, round, bytes of a set of ranks, length of the payload
-    the view: ranks, one bit each; 1 if guests are known, else 0; guests, one bit each, in 8 bytes
+    the view: ranks, one bit each; 1 if joiners are known, else 0; joiners, one bit each, in 8 bytes
     the payload
 
 Frames that the communicator itself had sent come first and are skipped. The peer authenticated
 itself when the socket was made, but its bytes are checked all the same: a peer that sends anything
-else counts as gone. Links between a sponsor and its guests (`guests`) carry the same messages.
+else counts as gone. Links between a leader and its joiners (`joiners`) carry the same messages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gradwire import _core
 from gradwire._errors import RendezvousError
 from gradwire._host.sealed_socket import take_over
 
-MOST_GUESTS = 64  # of one sponsor in one resize
+MOST_JOINERS = 64  # of one leader in one resize
 _HEAD = struct.Struct("<4sBBHI")
-_GUESTS = struct.Struct("<BQ")
+_JOINERS = struct.Struct("<BQ")
 _MAX_PAYLOAD = 1 << 26  # the addresses of MOST_RANKS, of about 350 bytes each
 _MAX_RANKS_BYTES = 1 << 14
 MOST_RANKS = 8 * _MAX_RANKS_BYTES
@@ -33,31 +33,31 @@ _CHUNK = 1 << 16
 
 
 class View(NamedTuple):
-    """The members of a new communicator: ranks of the old one, and guests of their sponsor.
+    """The members of a new communicator: ranks of the old one, and joiners of their leader.
 
-    The sponsor is the lowest rank. `guests` is None until it has said whom it brings; in a later
-    `round` it brings others.
+    The leader is the lowest rank. `joiners` is None until it has said whom it admits; in a later
+    `round` it admits others.
     """
 
     ranks: frozenset[int]
-    guests: frozenset[int] | None = frozenset()
+    joiners: frozenset[int] | None = frozenset()
     round: int = 0
 
     @property
-    def sponsor(self) -> int:
+    def leader(self) -> int:
         """The lowest rank."""
         return min(self.ranks)
 
     @property
     def size(self) -> int:
-        """The number of ranks and known guests."""
-        return len(self.ranks) + len(self.guests or ())
+        """The number of ranks and known joiners."""
+        return len(self.ranks) + len(self.joiners or ())
 
     def meet(self, other: View) -> View:
         """The largest view that is within both.
 
-        A view is within another if its ranks are, and, with the same sponsor, its round is later,
-        or the same and its guests are. So views get smaller at most so many times.
+        A view is within another if its ranks are, and, with the same leader, its round is later,
+        or the same and its joiners are. So views get smaller at most so many times.
         """
         ranks = self.ranks & other.ranks
         if not ranks:
@@ -66,7 +66,7 @@ class View(NamedTuple):
         if not same:
             return View(ranks, None)
         last = max(each.round for each in same)
-        known = [each.guests for each in same if each.round == last and each.guests is not None]
+        known = [each.joiners for each in same if each.round == last and each.joiners is not None]
         return View(ranks, frozenset.intersection(*known) if known else None, last)
 
 
@@ -77,9 +77,9 @@ class MessageKind(enum.IntEnum):
     ADDRESS = 2  # all of them agree; the payload is the sender's AddressInfo
     READY = 3  # the sender is connected to all of them
     DONE = 4  # all of them are, and the sender is in the new communicator
-    INVITE = 5  # to a guest: the payload is its Invitation to them
-    TOO_FEW = 6  # the sponsor waits no longer for more of them
-    OVER = 7  # to a guest at the door: the job has come to its end
+    INVITE = 5  # to a joiner: the payload is its Invitation to them
+    TOO_FEW = 6  # the leader waits no longer for more of them
+    OVER = 7  # to a joiner that waits: the job has come to its end
 
 
 class Message(NamedTuple):
@@ -119,7 +119,7 @@ class SurvivorLinks:
             self.add(peer, take_over(fd, seal), received)
 
     def add(self, peer: int, sock: socket.socket, received: bytes = b"") -> None:
-        """Takes over the socket of a peer; those from `size` on are no ranks, but guests."""
+        """Takes over the socket of a peer; those from `size` on are no ranks, but joiners."""
         sock.setblocking(False)
         self._links[peer] = _Link(sock, bytearray(received))
         self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -197,7 +197,7 @@ class SurvivorLinks:
                 del data[: _core.CONTROL_FRAME_BYTES]
                 continue
             kind, number, ranks_bytes, length = _unpack_head(bytes(data[: _HEAD.size]))
-            start = _HEAD.size + ranks_bytes + _GUESTS.size
+            start = _HEAD.size + ranks_bytes + _JOINERS.size
             if len(data) < start + length:
                 return
             view = self._unpack_view(peer, number, bytes(data[_HEAD.size : start]))
@@ -206,12 +206,12 @@ class SurvivorLinks:
             yield Message(peer, kind, view, payload)
 
     def _unpack_view(self, peer: int, number: int, raw: bytes) -> View:
-        bits = int.from_bytes(raw[: -_GUESTS.size], "little")
-        known, guests = _GUESTS.unpack(raw[-_GUESTS.size :])
+        bits = int.from_bytes(raw[: -_JOINERS.size], "little")
+        known, joiners = _JOINERS.unpack(raw[-_JOINERS.size :])
         own = peer >= self._size or bits >> peer & 1
-        if bits >> self._size or not bits or not own or known > 1 or (guests and not known):
+        if bits >> self._size or not bits or not own or known > 1 or (joiners and not known):
             raise ValueError("it sent a view that cannot be its own")
-        return View(_members(bits), _members(guests) if known else None, number)
+        return View(_members(bits), _members(joiners) if known else None, number)
 
     def _end(self, peer: int) -> None:
         link = self._links.pop(peer)
@@ -229,8 +229,8 @@ def pack_message(kind: MessageKind, view: View, payload: bytes = b"") -> bytes:
     ranks = _bits(view.ranks)
     ranks_bytes = ranks.to_bytes((ranks.bit_length() + 7) // 8, "little")
     head = _HEAD.pack(_core.RELEASED_MAGIC, kind, view.round, len(ranks_bytes), len(payload))
-    guests = _GUESTS.pack(view.guests is not None, _bits(view.guests or ()))
-    return head + ranks_bytes + guests + payload
+    joiners = _JOINERS.pack(view.joiners is not None, _bits(view.joiners or ()))
+    return head + ranks_bytes + joiners + payload
 
 
 def _bits(numbers: Iterable[int]) -> int:

@@ -85,7 +85,7 @@ def receive_introduction(sock: socket.socket, offered: Sequence[str]) -> Introdu
     return Introduction(number, name, transport)
 
 
-class Door:
+class ClientListener:
     """Listens for clients of this process's shards, for as long as these serve."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Door:
         listeners, self.address = listen(transports, interface)
         self._authenticator = Authenticator(listeners, job.name, job.secret, self._check)
         self._stopped = False
-        self._thread = AuthenticatingThread(target=self._run, name="gradwire-door", daemon=True)
+        self._thread = AuthenticatingThread(target=self._run, name="gradwire-listener", daemon=True)
 
     def open(self) -> None:
         """Begins to admit clients."""
@@ -126,7 +126,7 @@ class Door:
 
     def _run(self) -> None:
         while not self._stopped:
-            survive(self._turn, partial(refusals.note, "the shards' door"))
+            survive(self._turn, partial(refusals.note, "the shards' listener"))
 
     def _turn(self) -> None:
         for admitted in self._authenticator.poll(_POLL_SECONDS):

@@ -21,7 +21,7 @@ from gradwire._bootstrap.store import parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import Error, InvalidArgument, describe
 from gradwire.serve import _snapshot
-from gradwire.serve._channels import Door
+from gradwire.serve._channels import ClientListener
 from gradwire.serve._client import read_statistics
 from gradwire.serve._directory import MOST_SHARDS, Directory, service
 from gradwire.serve._histories import History, begun
@@ -88,10 +88,10 @@ class Server:
             job = directory.publish_secret()
             offered = choose_transports(transports)
             where = directory.service_id, offered, directory.interface()
-            self._door = door = Door(job, *where, self._cores)
-            undo.callback(door.close)
+            self._listener = listener = ClientListener(job, *where, self._cores)
+            undo.callback(listener.close)
             self._publish(directory)  # first, so that who has come in finds this start's history
-            door.open()
+            listener.open()
             self._writer = threading.Thread(target=self._write_snapshots, daemon=True)
             self._writer.start()
             self._undo = undo.pop_all()
@@ -167,7 +167,7 @@ class Server:
 
     def _publish(self, directory: Directory) -> None:
         for shard in self.only:
-            directory.publish(shard, self.shards, self._door.address, self._histories[shard])
+            directory.publish(shard, self.shards, self._listener.address, self._histories[shard])
 
     def _follow_store(self) -> None:
         """Tells a new store where the shards are, where the old one's process has ended."""
@@ -175,7 +175,7 @@ class Server:
             return
         with contextlib.suppress(Error, OSError):  # it is not there yet
             directory = Directory(self._service, Deadline(_TICK_SECONDS))
-            self._door.use_secret(directory.publish_secret().secret)
+            self._listener.use_secret(directory.publish_secret().secret)
             self._publish(directory)
             self._directory.close()
             self._directory = directory

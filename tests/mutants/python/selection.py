@@ -38,7 +38,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_calls/work.py": _CALLS,
     "_bootstrap/connect.py": ("joining/test_rendezvous.py", "joining/test_shortages.py"),
     "_bootstrap/store": ("joining/test_store.py",),
-    "_bootstrap/door.py": ("elastic/test_door.py", "elastic/test_mute_guests.py"),
+    "_bootstrap/join_listener.py": (
+        "elastic/test_join_listener.py",
+        "elastic/test_silent_joiners.py",
+    ),
     "torch/_downpour": ("serve/test_downpour.py", "serve/test_downpour_codecs.py"),
     "torch/elastic/averaging.py": _ELASTIC,
     "torch/elastic/session.py": _ELASTIC,

@@ -25,14 +25,14 @@ def test_a_process_of_another_host_joins() -> None:
         with comm:
             return comm.hosts, str(comm._mesh.interface.interface), state
 
-    def guest(_: Any) -> Any:
+    def joiner(_: Any) -> Any:
         store = f"tcp://10.77.0.1:{PORT}"
         return body(gradwire.join(store=store, secret=SECRET, timeout=60))
 
     network = Network(2)
     try:
         with network.start((0, 0), body) as members:
-            joining = Rank(network.hosts[1], guest)
+            joining = Rank(network.hosts[1], joiner)
             ended = [each.outcome() for each in (*members, joining)]
             joining.close()
     finally:

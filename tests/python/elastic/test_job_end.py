@@ -16,8 +16,8 @@ import pytest
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import door, joining
-from gradwire._bootstrap.sign import key_of, unpack_sign
+from gradwire._bootstrap import join_listener, joining
+from gradwire._bootstrap.join_listener import entry_key, unpack_entry
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._errors import JobOver
 from ranks import LIMIT, eventually, reserved_store
@@ -25,23 +25,23 @@ from ranks import LIMIT, eventually, reserved_store
 NOBODY = "there is nobody left to join"
 
 
-def let_one_knock(comm: Communicator) -> None:
-    """Returns on all ranks once somebody stands at rank 0's door."""
-    comm.should_resize()  # opens the door
+def let_one_ask(comm: Communicator) -> None:
+    """Returns on all ranks once somebody has asked rank 0."""
+    comm.should_resize()  # opens the listener
     if comm.rank == 0:
-        eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
+        eventually(lambda: comm._listener._joiners)  # type: ignore[union-attr]
     comm.barrier()
 
 
-def test_who_waits_at_the_door_is_told() -> None:
+def test_who_waits_at_the_listener_is_told() -> None:
     def body(comm: Communicator) -> None:
-        let_one_knock(comm)
+        let_one_ask(comm)
         comm.close()
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(lambda comm: None)
-        assert isinstance(guest.outcome().error, JobOver)
+        joiner = job.join(lambda comm: None)
+        assert isinstance(joiner.outcome().error, JobOver)
         for each in members:
             each.value()
 
@@ -52,12 +52,12 @@ def test_who_waits_where_rank_0_serves_the_store_is_told() -> None:
 
         def member(rank: int) -> None:
             with gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30) as comm:
-                let_one_knock(comm)
+                let_one_ask(comm)
 
         with elastic_job() as job:
             members = [job.process(lambda rank=rank: member(rank)) for rank in range(2)]
-            guest = job.join(lambda comm: None, store=store, timeout=LIMIT)
-            assert isinstance(guest.outcome().error, JobOver)
+            joiner = job.join(lambda comm: None, store=store, timeout=LIMIT)
+            assert isinstance(joiner.outcome().error, JobOver)
             for each in members:
                 each.value()
 
@@ -82,9 +82,11 @@ def test_who_comes_after_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_end_that_an_earlier_start_has_left_ends_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody has kept it, and writes it over the door's sign; the door writes its own again."""
-    assert joining._STORED_OVER_SECONDS > door.RENEW_SECONDS
-    monkeypatch.setattr(door, "RENEW_SECONDS", 4.0)  # more than what the door's own word takes
+    """Somebody has kept it, and writes it over the listener's entry; that writes its own again."""
+    assert joining._STORED_OVER_SECONDS > join_listener.RENEW_SECONDS
+    monkeypatch.setattr(
+        join_listener, "RENEW_SECONDS", 4.0
+    )  # more than the listener's own word takes
 
     def body(comm: Communicator) -> Any:
         comm, state = train(comm, has(3))
@@ -93,13 +95,13 @@ def test_the_end_that_an_earlier_start_has_left_ends_nobody(
 
     with elastic_job() as job:
         members = job.start(2, body)
-        known, key = SECRET.encode(), key_of(job.name)
+        known, key = SECRET.encode(), entry_key(job.name)
         stranger = StoreClient(parse_address(job.store), job.name, known, Deadline(LIMIT))
         with contextlib.closing(stranger):
-            sign = unpack_sign(stranger.get(key, LIMIT), job.name, known)
-            stranger.set(key, replace(sign, epoch=sign.epoch ^ 1, over=True).pack())
-        guest = job.join(body, timeout=LIMIT)
-        assert len({each.value() for each in (guest, *members)}) == 1
+            entry = unpack_entry(stranger.get(key, LIMIT), job.name, known)
+            stranger.set(key, replace(entry, epoch=entry.epoch ^ 1, over=True).pack())
+        joiner = job.join(body, timeout=LIMIT)
+        assert len({each.value() for each in (joiner, *members)}) == 1
 
 
 def test_who_waits_is_let_in_by_those_that_go_on_without_rank_0() -> None:
@@ -107,7 +109,7 @@ def test_who_waits_is_let_in_by_those_that_go_on_without_rank_0() -> None:
 
     def body(comm: Communicator) -> Any:
         if not comm.joined:
-            let_one_knock(comm)
+            let_one_ask(comm)
             if comm.rank == 0:
                 return comm.close()
         comm, state = train(comm, has(2), min_ranks=1)
@@ -116,9 +118,9 @@ def test_who_waits_is_let_in_by_those_that_go_on_without_rank_0() -> None:
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(body)
+        joiner = job.join(body)
         assert members[0].value() is None
-        assert members[1].value() == guest.value()
+        assert members[1].value() == joiner.value()
 
 
 def test_a_failed_job_is_not_taken_for_one_at_its_end() -> None:

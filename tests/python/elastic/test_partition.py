@@ -68,7 +68,7 @@ def require_training(ended: list[Outcome], ranks: set[int]) -> None:
 
 @pytest.mark.parametrize("minority", [{2, 3}, {3}, *nightly({1, 2}, {0})], ids=str)
 def test_only_the_majority_goes_on(switch: Callable[[int], Network], minority: set[int]) -> None:
-    """Or the half that has rank 0; also where the minority has rank 0, its store and the door."""
+    """Or the half that has rank 0; also where the minority has rank 0, its store and listener."""
     out, on = divided(switch(4), minority)
     for each in out:
         assert isinstance(each.error, RendezvousError), each

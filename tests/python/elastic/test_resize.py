@@ -38,8 +38,8 @@ def ends(until: Any, **options: Any) -> Any:
 def test_a_process_joins_living_ranks(transports: tuple[str, ...]) -> None:
     with elastic_job(transports) as job:
         members = job.start(2, ends(has(3)))
-        guest = job.join(ends(has(3)))
-        found = [each.value() for each in (*members, guest)]
+        joiner = job.join(ends(has(3)))
+        found = [each.value() for each in (*members, joiner)]
     assert [each[:3] for each in found] == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
     assert len({state for *_, state in found}) == 1
 
@@ -74,7 +74,7 @@ def has_again(size: int) -> Any:
 @over_transports
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_replacement_joins_after_a_death(transports: tuple[str, ...], victim: int) -> None:
-    """Also when it is the rank with the door that dies."""
+    """Also when it is the rank with the listener that dies."""
     both = has_again(3)
 
     def body(comm: Communicator) -> Any:
@@ -83,9 +83,9 @@ def test_a_replacement_joins_after_a_death(transports: tuple[str, ...], victim: 
     with elastic_job(transports) as job:
         members = job.start(3, body)
         assert members[victim].outcome().status == -signal.SIGKILL
-        guest = job.join(ends(both))
+        joiner = job.join(ends(both))
         rest = [each for rank, each in enumerate(members) if rank != victim]
-        size, epoch = agree([each.value() for each in (*rest, guest)])
+        size, epoch = agree([each.value() for each in (*rest, joiner)])
     assert size == 3
     assert epoch in (1, 2)  # the survivors may have gone on alone before
 
@@ -93,8 +93,8 @@ def test_a_replacement_joins_after_a_death(transports: tuple[str, ...], victim: 
 def test_several_processes_join_at_once() -> None:
     with elastic_job() as job:
         members = job.start(1, ends(has(4)))
-        guests = [job.join(ends(has(4))) for _ in range(3)]
-        found = [each.value() for each in (*members, *guests)]
+        joiners = [job.join(ends(has(4))) for _ in range(3)]
+        found = [each.value() for each in (*members, *joiners)]
     agree(sorted(found))
 
 
@@ -107,8 +107,8 @@ def test_survivors_wait_for_enough_ranks() -> None:
     with elastic_job() as job:
         members = job.start(3, body)
         assert members[0].outcome().died
-        guest = job.join(ends(has_again(3), min_ranks=3))
-        size, epoch = agree([each.value() for each in (*members[1:], guest)])
+        joiner = job.join(ends(has_again(3), min_ranks=3))
+        size, epoch = agree([each.value() for each in (*members[1:], joiner)])
     assert (size, epoch) == (3, 1)  # the two never went on alone
 
 
@@ -196,8 +196,8 @@ def test_ranks_keep_their_numbers_in_the_job() -> None:
     with elastic_job() as job:
         members = job.start(3, body)
         assert members[1].outcome().died
-        guest = job.process(replacement)
-        assert {each.value() for each in (members[0], members[2], guest)} == {(0, 2, 1)}
+        joiner = job.process(replacement)
+        assert {each.value() for each in (members[0], members[2], joiner)} == {(0, 2, 1)}
 
 
 def test_all_ranks_may_resize_without_news() -> None:
@@ -248,16 +248,16 @@ def test_a_process_that_dies_while_it_joins_is_left_out(point: int) -> None:
             train(gradwire.join(secret=SECRET), has(99))
 
         lost = job.process(doomed)
-        guest = job.join(ends(is_gone))
+        joiner = job.join(ends(is_gone))
         assert lost.outcome().status == -signal.SIGKILL
         gone[0] = 1
-        agree([each.value() for each in (*members, guest)])
+        agree([each.value() for each in (*members, joiner)])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", [0, 3, 5, *nightly(1, 2, 4, 6, 7, 8, 9)])
 def test_a_member_may_die_while_a_process_joins(victim: int, point: int) -> None:
-    """The others agree without it, and the process is in, at once or with the next knock."""
+    """The others agree without it, and the process is in, at once or with the next request."""
 
     def body(comm: Communicator) -> Any:
         if comm.rank == victim and not comm.joined:
@@ -267,14 +267,14 @@ def test_a_member_may_die_while_a_process_joins(victim: int, point: int) -> None
 
     with elastic_job() as job:
         members = job.start(3, body)
-        guest = job.join(ends(has_again(3)))
+        joiner = job.join(ends(has_again(3)))
         assert members[victim].outcome().status == -signal.SIGKILL
         rest = [each for rank, each in enumerate(members) if rank != victim]
-        agree([each.value() for each in (*rest, guest)])
+        agree([each.value() for each in (*rest, joiner)])
 
 
 def test_ranks_go_on_without_their_store_and_move_it() -> None:
-    """The launcher's store is gone with its host: a joiner finds the door in the new one."""
+    """The launcher's store is gone with its host: a joiner finds the listener in the new one."""
 
     def body(comm: Communicator) -> Any:
         comm.barrier()
@@ -286,8 +286,8 @@ def test_ranks_go_on_without_their_store_and_move_it() -> None:
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(ends(has(3)), store=f"unix://moved-{job.name}")
-        agree([each.value() for each in (*members, guest)])
+        joiner = job.join(ends(has(3)), store=f"unix://moved-{job.name}")
+        agree([each.value() for each in (*members, joiner)])
 
 
 def test_who_joins_a_job_that_is_not_there_is_told() -> None:
@@ -300,7 +300,7 @@ def test_who_joins_a_job_that_is_not_there_is_told() -> None:
     assert "nobody let this process into job" in str(error)
 
 
-def test_who_knocks_where_ranks_do_not_resize_is_told() -> None:
+def test_who_asks_where_ranks_do_not_resize_is_told() -> None:
     is_over = mmap.mmap(-1, 1)
 
     def member(comm: Communicator) -> None:
@@ -315,7 +315,7 @@ def test_who_knocks_where_ranks_do_not_resize_is_told() -> None:
         error = job.process(late).outcome().error
         is_over[0] = 1
         rank.value()
-    assert "it has knocked, and the ranks have not resized since" in str(error)
+    assert "it has asked to join, and the ranks have not resized since" in str(error)
 
 
 def test_who_does_not_know_the_secret_is_kept_out() -> None:
@@ -323,8 +323,8 @@ def test_who_does_not_know_the_secret_is_kept_out() -> None:
         members = job.start(1, ends(has(2)))
         stranger = job.join(ends(has(2)), secret="fedcba9876543210", timeout=5)
         assert isinstance(stranger.outcome().error, gradwire.RendezvousError)
-        guest = job.join(ends(has(2)))
-        agree([members[0].value(), guest.value()])
+        joiner = job.join(ends(has(2)))
+        agree([members[0].value(), joiner.value()])
 
 
 @pytest.mark.parametrize("times", [10, *nightly(100)])
@@ -339,7 +339,9 @@ def test_resizes_leave_nothing_over(times: int) -> None:
             comm = comm.resize()
             if turn in (times // 2, times - 1):
                 gc.collect()
-                eventually(lambda door=comm._door: door is None or not door._renew.passed)
+                eventually(
+                    lambda listener=comm._listener: listener is None or not listener._renew.passed
+                )
                 found = held()
                 counts.append((found.threads, found.descriptors.total(), len(found.shared)))
         comm.close()
@@ -354,22 +356,22 @@ def test_resizes_leave_nothing_over(times: int) -> None:
 
     with elastic_job() as job:
         members = job.start(2, member)
-        guest = job.join(body)
-        for each in (*members, guest):
+        joiner = job.join(body)
+        for each in (*members, joiner):
             before, after = each.value()
             assert before == after
 
 
-def test_a_forked_child_does_not_keep_guests_at_a_door_whose_rank_died() -> None:
-    """Such as a data loader's: it has copies of the guests' sockets, and closes them."""
+def test_a_forked_child_does_not_keep_joiners_of_a_listener_whose_rank_died() -> None:
+    """Such as a data loader's: it has copies of the joiners' sockets, and closes them."""
     reads, writes = os.pipe()  # its end ends the child
 
     def body(comm: Communicator) -> Any:
         comm.barrier()
         if comm.rank == 1:
             return ends(has_again(2), min_ranks=1)(comm)
-        assert not comm.should_resize()  # opens the door
-        eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
+        assert not comm.should_resize()  # opens the listener
+        eventually(lambda: comm._listener._joiners)  # type: ignore[union-attr]
         if os.fork() == 0:
             os.close(writes)
             os.read(reads, 1)
@@ -378,8 +380,8 @@ def test_a_forked_child_does_not_keep_guests_at_a_door_whose_rank_died() -> None
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(ends(has_again(2)))
-        found = [each.value() for each in (members[1], guest)]
+        joiner = job.join(ends(has_again(2)))
+        found = [each.value() for each in (members[1], joiner)]
         os.close(writes)
         os.close(reads)
         assert members[0].outcome().died
@@ -396,8 +398,8 @@ def test_ranks_may_have_different_transports() -> None:
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(body, transports=("tcp",))
-        assert [each.value() for each in (*members, guest)] == [{"shm", "tcp"}] * 2 + [{"tcp"}]
+        joiner = job.join(body, transports=("tcp",))
+        assert [each.value() for each in (*members, joiner)] == [{"shm", "tcp"}] * 2 + [{"tcp"}]
 
 
 def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
@@ -416,26 +418,26 @@ def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
 
         with elastic_job() as job:
             members = [job.process(lambda rank=rank: member(rank)) for rank in range(2)]
-            guests = [job.join(second, store=store)]
+            joiners = [job.join(second, store=store)]
             assert members[0].outcome().died
-            guests.append(job.join(second, store=store))
-            agree([each.value() for each in (members[1], *guests)])
+            joiners.append(job.join(second, store=store))
+            agree([each.value() for each in (members[1], *joiners)])
 
 
-def test_who_waits_at_a_stopped_rank_goes_to_the_next_door() -> None:
+def test_who_waits_at_a_stopped_rank_goes_to_the_next_listener() -> None:
     def body(comm: Communicator) -> Any:
         comm.barrier()
         if comm.rank == 1:
             comm._timeout = 2.0
             return ends(has_again(2), timeout=2, min_ranks=1)(comm)
-        assert not comm.should_resize()  # opens the door
-        eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
+        assert not comm.should_resize()  # opens the listener
+        eventually(lambda: comm._listener._joiners)  # type: ignore[union-attr]
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
 
     with elastic_job() as job:
         members = job.start(2, body)
-        guest = job.join(ends(has_again(2)))
-        agree([each.value() for each in (members[1], guest)])
+        joiner = job.join(ends(has_again(2)))
+        agree([each.value() for each in (members[1], joiner)])
         members[0].kill()
         assert members[0].outcome().died

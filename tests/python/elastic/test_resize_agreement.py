@@ -1,4 +1,4 @@
-"""Ranks agree on the next communicator wherever ranks and guests die; guests are in when told."""
+"""Ranks agree on the next communicator wherever ranks and joiners die; joiners are in when told."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import guests, joining, shrink
-from gradwire._bootstrap.door import Guest
-from gradwire._bootstrap.sign import Sign
+from gradwire._bootstrap import joining, shrink
+from gradwire._bootstrap.join_listener import Joiner, ListenerEntry
 from gradwire._bootstrap.survivor_links import MOST_RANKS, Message, MessageKind, SurvivorLinks, View
 from gradwire._errors import RendezvousError
 from mortal_links import (
@@ -30,76 +29,78 @@ from mortal_links import (
 )
 
 
-class FakeDoor:
-    """A door at which these guests stand."""
+class FakeListener:
+    """A listener that these joiners have asked."""
 
     trouble = ""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
-        self._guests = [Guest(sock, -1) for sock in sockets]
+        self._joiners = [Joiner(sock, -1) for sock in sockets]
 
-    def take(self, most: int) -> list[Guest]:
-        taken, self._guests = self._guests[:most], self._guests[most:]
+    def take(self, most: int) -> list[Joiner]:
+        taken, self._joiners = self._joiners[:most], self._joiners[most:]
         return taken
 
 
 def rank_of(
-    rank: int, size: int, links: MortalLinks, door: FakeDoor, least: int | None, wait: float
+    rank: int, size: int, links: MortalLinks, listener: FakeListener, least: int | None, wait: float
 ) -> Made:
-    admission = shrink.Admission(lambda: door, wait, least)  # type: ignore[arg-type, return-value]
+    options = shrink.ResizeOptions(lambda: listener, wait, least)  # type: ignore[arg-type, return-value]
     return shrink.shrink(  # type: ignore[type-var, return-value]
         mesh_of(rank, size),
         links,
         made_by(links),
         transports=(),
         timeout=20,
-        admission=admission,
+        options=options,
     )
 
 
-SIGN = Sign("test", b"", HERE, 0, 0)
-ASKING = joining.Asking("test", -1, "unix://none", b"", ())
+ENTRY = ListenerEntry("test", b"", HERE, 0, 0)
+OPTIONS = joining.JoinOptions("test", -1, "unix://none", b"", ())
 
 
-def guest_of(links: MortalLinks) -> Made | None:
-    """What the guest is in; None when it was left out, and would knock again."""
+def joiner_of(links: MortalLinks) -> Made | None:
+    """What the joiner is in; None when it was left out, and would ask again."""
     with contextlib.closing(links), contextlib.suppress(joining._LeftOut):
-        knock = joining._Guest(ASKING, SIGN, links, made_by(links), Deadline(60))
-        return knock.run()  # type: ignore[type-var]
+        request = joining._Request(OPTIONS, ENTRY, links, made_by(links), Deadline(60))
+        return request.run()  # type: ignore[type-var]
     return None
 
 
 @dataclass
 class Play:
-    """One resize: how many messages each rank and each guest may send."""
+    """One resize: how many messages each rank and each joiner may send."""
 
     ranks: list[int]
-    guests: list[int]  # of each door, one after the other; guest g stands at door g % ranks
+    joiners: list[int]  # of each rank, one after the other; joiner g asks rank g % ranks
     least: int | None = 1
     wait: float = 0.0
 
     def run(self) -> tuple[list[Any], list[Any]]:
-        """The result of each rank and each guest: a Made, None or an exception."""
+        """The result of each rank and each joiner: a Made, None or an exception."""
         size = len(self.ranks)
         links = connected(self.ranks)
-        at_doors: list[list[socket.socket]] = [[] for _ in range(size)]
-        guests = []
-        for number, words in enumerate(self.guests):
+        at_listeners: list[list[socket.socket]] = [[] for _ in range(size)]
+        joiners = []
+        for number, words in enumerate(self.joiners):
             one, other = socket.socketpair()
-            at_doors[number % size].append(one)
-            guests.append(MortalLinks(MOST_RANKS, words))
-            guests[-1].add(joining._SPONSOR, other)
-        doors = [FakeDoor(each) for each in at_doors]
-        with ThreadPoolExecutor(size + len(guests)) as pool:
+            at_listeners[number % size].append(one)
+            joiners.append(MortalLinks(MOST_RANKS, words))
+            joiners[-1].add(joining._LEADER, other)
+        listeners = [FakeListener(each) for each in at_listeners]
+        with ThreadPoolExecutor(size + len(joiners)) as pool:
             ranks = [
-                pool.submit(rank_of, rank, size, links[rank], doors[rank], self.least, self.wait)
+                pool.submit(
+                    rank_of, rank, size, links[rank], listeners[rank], self.least, self.wait
+                )
                 for rank in range(size)
             ]
-            others = [pool.submit(guest_of, each) for each in guests]
+            others = [pool.submit(joiner_of, each) for each in joiners]
             ended = [each.exception() or each.result() for each in ranks]
-            for door in doors:  # those whom nobody has taken
-                for guest in door.take(99):
-                    guest.sock.close()
+            for listener in listeners:  # those whom nobody has taken
+                for joiner in listener.take(99):
+                    joiner.sock.close()
             return ended, [each.exception() or each.result() for each in others]
 
 
@@ -110,33 +111,33 @@ def _without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_REPEAT_SECONDS", 0.2)
 
 
-def check(play: Play, ranks: list[Any], guests: list[Any]) -> Made:
+def check(play: Play, ranks: list[Any], joiners: list[Any]) -> Made:
     """Checks a play in which some rank lives; the communicator that all living ranks are in."""
-    context = f"{play}: {ranks} {guests}"
+    context = f"{play}: {ranks} {joiners}"
     assert all(isinstance(each, Made | Crash) for each in ranks), context
-    assert all(isinstance(each, Made | Crash | None) for each in guests), context
+    assert all(isinstance(each, Made | Crash | None) for each in joiners), context
     living = {each for each, words in zip(ranks, play.ranks, strict=True) if words == LIVES}
     assert len(living) == 1, context
     made = living.pop()
     assert isinstance(made, Made)
     # Whoever was told is in what the living ranks are in; a rank may have died after it was done.
-    assert {each for each in guests if isinstance(each, Made)} <= {made}, context
-    assert sum(isinstance(each, Made) for each in guests) <= made.size - sum(
+    assert {each for each in joiners if isinstance(each, Made)} <= {made}, context
+    assert sum(isinstance(each, Made) for each in joiners) <= made.size - sum(
         words == LIVES for words in play.ranks
     ), context
     return made
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_and_guests_agree_wherever_others_crash(size: int) -> None:
+def test_ranks_and_joiners_agree_wherever_others_crash(size: int) -> None:
     seed = secrets.randbits(32)
     print("seed", seed)
     dice = random.Random(seed)
     for _ in range(50):
         mortal = dice.sample(range(size), dice.randrange(size))
         ranks = [dice.randrange(6 * size + 8) if r in mortal else LIVES for r in range(size)]
-        guests = [dice.choice([dice.randrange(8), LIVES]) for _ in range(dice.randrange(4))]
-        play = Play(ranks, guests)
+        joiners = [dice.choice([dice.randrange(8), LIVES]) for _ in range(dice.randrange(4))]
+        play = Play(ranks, joiners)
         check(play, *play.run())
 
 
@@ -148,8 +149,8 @@ def test_all_that_live_go_on_as_a_majority_or_none_of_them_does(size: int) -> No
     for _ in range(50):
         mortal = dice.sample(range(size), dice.randrange(size))
         ranks = [dice.randrange(6 * size + 8) if r in mortal else LIVES for r in range(size)]
-        guests = [LIVES] * dice.randrange(3)
-        play = Play(ranks, guests, least=None)
+        joiners = [LIVES] * dice.randrange(3)
+        play = Play(ranks, joiners, least=None)
         ended, others = play.run()
         living = [each for each, words in zip(ended, ranks, strict=True) if words == LIVES]
         if all(isinstance(each, RendezvousError) for each in living):
@@ -164,109 +165,109 @@ def test_all_that_live_go_on_as_a_majority_or_none_of_them_does(size: int) -> No
 def test_those_who_join_make_no_majority(victims: set[int]) -> None:
     """Each part of a network might find some."""
     (survivor,) = {0, 1, 2} - victims
-    ranks, guests = Play([LIVES * (r == survivor) for r in range(3)], [LIVES] * 6, None).run()
+    ranks, joiners = Play([LIVES * (r == survivor) for r in range(3)], [LIVES] * 6, None).run()
     error = ranks[survivor]
     assert isinstance(error, RendezvousError)
     assert f"rank {survivor}: 1 of 3 ranks is no majority; pass min_ranks=1" in str(error)
-    assert guests == [None] * 6
+    assert joiners == [None] * 6
 
 
-def test_all_guests_are_in_when_nobody_dies() -> None:
-    play = Play([LIVES] * 3, [LIVES, 0, 0, LIVES, 0, 0])  # two at the door of rank 0
-    ranks, guests = play.run()
-    made = check(play, ranks, guests)
+def test_all_joiners_are_in_when_nobody_dies() -> None:
+    play = Play([LIVES] * 3, [LIVES, 0, 0, LIVES, 0, 0])  # two ask rank 0
+    ranks, joiners = play.run()
+    made = check(play, ranks, joiners)
     assert made.size == 5
-    assert [guests[0], guests[3]] == [made, made]
+    assert [joiners[0], joiners[3]] == [made, made]
     assert set(made.job_ranks) == set(range(5))
     assert made.membership.joined == 2
 
 
 @pytest.mark.parametrize("words", range(5))
-def test_a_guest_that_dies_is_left_out_wherever_it_does(words: int) -> None:
+def test_a_joiner_that_dies_is_left_out_wherever_it_does(words: int) -> None:
     """It sends ADDRESS and VIEW, makes its communicator, and sends READY and DONE."""
     play = Play([LIVES] * 2, [words, 0, LIVES])
-    ranks, guests = play.run()
-    made = check(play, ranks, guests)
-    assert guests[2] == made
-    assert isinstance(guests[0], Crash)
+    ranks, joiners = play.run()
+    made = check(play, ranks, joiners)
+    assert joiners[2] == made
+    assert isinstance(joiners[0], Crash)
     assert made.size in (3, 4)
     if words < 3:
         assert made.size == 3
 
 
-def test_a_sponsor_that_has_no_time_left_ends_the_resize_of_all() -> None:
-    ranks, guests = Play([LIVES] * 3, [LIVES], least=5, wait=0.1).run()
+def test_a_leader_that_has_no_time_left_ends_the_resize_of_all() -> None:
+    ranks, joiners = Play([LIVES] * 3, [LIVES], least=5, wait=0.1).run()
     assert all(isinstance(each, RendezvousError) for each in ranks), ranks
-    assert guests == [None]
+    assert joiners == [None]
 
 
-def test_others_are_awaited_when_a_guest_dies_and_ranks_are_too_few() -> None:
-    """The first guest dies when invited, the second one is let in in the next round."""
+def test_others_are_awaited_when_a_joiner_dies_and_ranks_are_too_few() -> None:
+    """The first joiner dies when invited, the second one is let in in the next round."""
 
-    class LateDoor(FakeDoor):
-        def take(self, most: int) -> list[Guest]:
+    class LateListener(FakeListener):
+        def take(self, most: int) -> list[Joiner]:
             return super().take(min(most, 1))
 
     one, ours = socket.socketpair()
     two, theirs = socket.socketpair()
     dying, living = MortalLinks(MOST_RANKS, 0), MortalLinks(MOST_RANKS, LIVES)
-    dying.add(joining._SPONSOR, ours)
-    living.add(joining._SPONSOR, theirs)
+    dying.add(joining._LEADER, ours)
+    living.add(joining._LEADER, theirs)
     links = MortalLinks(1, LIVES)
     with ThreadPoolExecutor(3) as pool:
-        rank = pool.submit(rank_of, 0, 1, links, LateDoor([one, two]), 2, 60)
-        first, second = pool.submit(guest_of, dying), pool.submit(guest_of, living)
+        rank = pool.submit(rank_of, 0, 1, links, LateListener([one, two]), 2, 60)
+        first, second = pool.submit(joiner_of, dying), pool.submit(joiner_of, living)
         assert rank.result().size == 2
         assert isinstance(first.exception(), Crash)
         assert second.result() == rank.result()
 
 
-def test_guests_that_wait_are_kept_when_a_rank_dies() -> None:
-    """The sponsor has one, who is not enough, when its other rank dies; then two more knock."""
+def test_joiners_that_wait_are_kept_when_a_rank_dies() -> None:
+    """The leader has one, who is not enough, when its other rank dies; then two more ask."""
     low, high = socket.socketpair()
     dying = SurvivorLinks((), 2)
     dying.add(0, high)
     dying.send(0, MessageKind.VIEW, View(frozenset((0, 1)), None))
 
-    class LateDoor(FakeDoor):
+    class LateListener(FakeListener):
         turns = 0
 
-        def take(self, most: int) -> list[Guest]:
+        def take(self, most: int) -> list[Joiner]:
             self.turns += 1
-            assert self.turns < 100, "it waits for more guests than it needs"
+            assert self.turns < 100, "it waits for more joiners than it needs"
             if self.turns == 2:
                 dying.close()
             return super().take(1) if self.turns in (1, 4, 5) else []
 
     pairs = [socket.socketpair() for _ in range(3)]
-    guests = [MortalLinks(MOST_RANKS, LIVES) for _ in pairs]
-    for each, (_, theirs) in zip(guests, pairs, strict=True):
-        each.add(joining._SPONSOR, theirs)
+    joiners = [MortalLinks(MOST_RANKS, LIVES) for _ in pairs]
+    for each, (_, theirs) in zip(joiners, pairs, strict=True):
+        each.add(joining._LEADER, theirs)
     links = MortalLinks(2, LIVES)
     links.add(1, low)
-    door = LateDoor([ours for ours, _ in pairs])
+    listener = LateListener([ours for ours, _ in pairs])
     with ThreadPoolExecutor(4) as pool:
-        rank = pool.submit(rank_of, 0, 2, links, door, 4, 600)
-        found = [pool.submit(guest_of, each) for each in guests]
+        rank = pool.submit(rank_of, 0, 2, links, listener, 4, 600)
+        found = [pool.submit(joiner_of, each) for each in joiners]
         assert rank.result().size == 4
         assert [each.result() for each in found] == [rank.result()] * 3
 
 
 @pytest.mark.parametrize("address", [b"\xff", b"{}", b"x" * 100_000])
-def test_a_guest_without_an_address_is_left_out(address: bytes) -> None:
+def test_a_joiner_without_an_address_is_left_out(address: bytes) -> None:
     ours, theirs = socket.socketpair()
-    guest = SurvivorLinks((), MOST_RANKS)
-    guest.add(joining._SPONSOR, theirs)
-    with ThreadPoolExecutor(1) as pool, contextlib.closing(guest):
-        rank = pool.submit(rank_of, 0, 1, MortalLinks(1, LIVES), FakeDoor([ours]), 1, 0)
-        (invited,) = guest.poll(60)
+    joiner = SurvivorLinks((), MOST_RANKS)
+    joiner.add(joining._LEADER, theirs)
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(joiner):
+        rank = pool.submit(rank_of, 0, 1, MortalLinks(1, LIVES), FakeListener([ours]), 1, 0)
+        (invited,) = joiner.poll(60)
         assert isinstance(invited, Message)
-        guest.send(joining._SPONSOR, MessageKind.ADDRESS, invited.view, address)
+        joiner.send(joining._LEADER, MessageKind.ADDRESS, invited.view, address)
         assert rank.result().size == 1
 
 
-def view(ranks: str, guests: str | None = "", number: int = 0) -> View:
-    known = None if guests is None else frozenset(map(int, guests))
+def view(ranks: str, joiners: str | None = "", number: int = 0) -> View:
+    known = None if joiners is None else frozenset(map(int, joiners))
     return View(frozenset(map(int, ranks)), known, number)
 
 
@@ -277,7 +278,7 @@ def view(ranks: str, guests: str | None = "", number: int = 0) -> View:
         (view("012", "01"), view("012", None), view("012", "01")),
         (view("012", "01"), view("012", "12"), view("012", "1")),
         (view("012", "01"), view("02", "01"), view("02", "01")),
-        (view("012", "01"), view("12", None), view("12", None)),  # the sponsor's guests go
+        (view("012", "01"), view("12", None), view("12", None)),  # the leader's joiners go
         (view("012", "01"), view("12", "3"), view("12", "3")),
         (view("012", "01"), view("012", "2", 1), view("012", "2", 1)),
         (view("012", "01"), view("3"), View(frozenset())),
@@ -304,10 +305,10 @@ def test_views_meet_in_any_order() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b'{"rank": 2}', b"[" * 100_000, b"\xff", guests.Addresses([]).pack()],
+    [b"", b"[]", b"{}", b'{"rank": 2}', b"[" * 100_000, b"\xff", joining.Addresses([]).pack()],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    for unpack in (guests.unpack_invitation, lambda data: guests.unpack_addresses(data, 1, 0)):
+    for unpack in (joining.unpack_invitation, lambda data: joining.unpack_addresses(data, 1, 0)):
         try:
             unpack(data)
         except ValueError:

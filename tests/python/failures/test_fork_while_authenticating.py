@@ -10,7 +10,7 @@ import threading
 
 from gradwire import _core
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap import handshake, sign
+from gradwire._bootstrap import handshake, join_listener
 from gradwire._bootstrap.handshake import Hello, Purpose
 from ranks import LIMIT
 
@@ -23,7 +23,7 @@ def authenticate() -> None:
     mine, other = (handshake._noise(first, SECRET, hello) for first in (True, False))
     other.read(mine.write(b""))
     assert mine.read(other.write(b"here")) == b"here"
-    sign._signature("job", SECRET, b"where to join")
+    join_listener._signature("job", SECRET, b"where to join")
 
 
 def in_a_thread() -> None:

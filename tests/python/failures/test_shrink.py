@@ -385,22 +385,22 @@ def test_survivors_agree_wherever_others_crash(size: int, monkeypatch: Any) -> N
 
 
 HEAD = b"GRS2\x01\0\x01\0\0\0\0\0"  # VIEW of round 0, ranks in one byte, no payload
-NO_GUESTS = b"\x01" + bytes(8)
+NO_JOINERS = b"\x01" + bytes(8)
 
 
 @pytest.mark.parametrize(
     "foreign",
     [
         bytes(12),
-        b"GRS1" + HEAD[4:] + b"\x03" + NO_GUESTS,
+        b"GRS1" + HEAD[4:] + b"\x03" + NO_JOINERS,
         b"GET / HTTP/1.1\r\n\r\n",
-        HEAD[:4] + b"\x09" + HEAD[5:] + b"\x03" + NO_GUESTS,  # an unknown kind
+        HEAD[:4] + b"\x09" + HEAD[5:] + b"\x03" + NO_JOINERS,  # an unknown kind
         HEAD[:6] + b"\xff\xff" + HEAD[8:] + bytes(100),  # half a million ranks
-        HEAD[:8] + b"\xff" * 4 + b"\x03" + NO_GUESTS,  # a payload of 4 GiB
-        HEAD + b"\x01" + NO_GUESTS,  # a view without its sender
-        HEAD + b"\x0b" + NO_GUESTS,  # of rank 3 of 2
-        HEAD + b"\x03\x02" + bytes(8),  # guests neither known nor unknown
-        HEAD + b"\x03\0\x01" + bytes(7),  # an unknown guest
+        HEAD[:8] + b"\xff" * 4 + b"\x03" + NO_JOINERS,  # a payload of 4 GiB
+        HEAD + b"\x01" + NO_JOINERS,  # a view without its sender
+        HEAD + b"\x0b" + NO_JOINERS,  # of rank 3 of 2
+        HEAD + b"\x03\x02" + bytes(8),  # joiners neither known nor unknown
+        HEAD + b"\x03\0\x01" + bytes(7),  # an unknown joiner
     ],
 )
 def test_foreign_bytes_end_a_line(foreign: bytes) -> None:
@@ -424,7 +424,7 @@ def test_a_message_comes_in_any_pieces_after_what_the_communicator_sent() -> Non
         theirs,
         contextlib.closing(_links.SurvivorLinks([(1, ours.detach(), None, frame[:7])], 2)) as links,
     ):
-        sent = frame[7:] + frame + HEAD[:8] + b"\x04\0\0\0\x03" + NO_GUESTS + b"view"
+        sent = frame[7:] + frame + HEAD[:8] + b"\x04\0\0\0\x03" + NO_JOINERS + b"view"
         for cut in range(0, len(sent), 11):
             theirs.sendall(sent[cut : cut + 11])
             events = links.poll(5)

@@ -162,7 +162,7 @@ def test_a_request_to_the_store_that_was_changed_is_never_obeyed(
 
 @each_attack
 def test_control_links_that_outlive_their_communicator_stay_sealed(attack: Attack) -> None:
-    """They carry what shrink and resize say, and so do those of guests at the door."""
+    """They carry what shrink and resize say, and so do those of joiners with the join listener."""
     (one, other), middle = sealed_with_middle()
     with (
         contextlib.closing(SurvivorLinks((), 2)) as ours,

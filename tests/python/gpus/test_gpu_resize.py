@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 
 def test_the_others_go_on_and_a_rank_joins_again() -> None:
-    """The others are in the middle of a call when rank 0, which has the door, leaves."""
+    """The others are in the middle of a call when rank 0, which has the join listener, leaves."""
     found = run(
         _STEP
         + """

@@ -42,8 +42,8 @@ def fresh_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "refusals", RefusalLog())
 
 
-class Door:
-    """A Authenticator with its thread, on a free port of loopback."""
+class Listener:
+    """An Authenticator with its thread, on a free port of loopback."""
 
     def __init__(self, check: Callable[[Hello, socket.socket], None]) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -82,15 +82,15 @@ def expect_hello(hello: Hello, _: socket.socket) -> None:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door(expect_hello)
-    yield door
-    door.close()
+def listener() -> Iterator[Listener]:
+    listener = Listener(expect_hello)
+    yield listener
+    listener.close()
 
 
 @contextmanager
-def knock(door: Door) -> Iterator[socket.socket]:
-    with socket.create_connection(door.address, timeout=10) as sock:
+def connected(listener: Listener) -> Iterator[socket.socket]:
+    with socket.create_connection(listener.address, timeout=10) as sock:
         yield sock
 
 
@@ -101,25 +101,25 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def join(door: Door, hello: Hello = HELLO, secret: bytes = SECRET) -> None:
-    with knock(door) as sock:
+def join(listener: Listener, hello: Hello = HELLO, secret: bytes = SECRET) -> None:
+    with connected(listener) as sock:
         client_handshake(sock, hello, secret, Deadline(10))
         sock.sendall(b"payload")
 
 
-def test_the_right_rank_is_admitted_with_its_hello_and_its_next_bytes(door: Door) -> None:
-    join(door)
-    door.wait_for(lambda: bool(door.admitted))
-    hello, sock = door.admitted[0]
+def test_the_right_rank_is_admitted_with_its_hello_and_its_next_bytes(listener: Listener) -> None:
+    join(listener)
+    listener.wait_for(lambda: bool(listener.admitted))
+    hello, sock = listener.admitted[0]
     assert (hello.source, hello.target, hello.communicator, hello.epoch) == (2, 0, 3, 1)
     assert hello.purpose is Purpose.CONTROL
     assert handshake.receive(sock, 7, Deadline(10)) == b"payload"
 
 
-def test_frames_are_fixed_and_small(door: Door) -> None:
+def test_frames_are_fixed_and_small(listener: Listener) -> None:
     assert len(HELLO.pack()) == 40
     assert len(Hello("a much longer name of a job " * 10, Purpose.P2P).pack()) == 40
-    assert [len(frame) for frame in record(door)] == [100, 60, 16, 16]
+    assert [len(frame) for frame in record(listener)] == [100, 60, 16, 16]
 
 
 def test_the_psk_and_the_hello_have_the_bytes_that_the_protocol_says() -> None:
@@ -169,43 +169,43 @@ def test_strangers_have_five_seconds_and_sixty_four_places() -> None:
     assert handshake.MAX_PENDING == 64
 
 
-def test_another_secret_is_refused_on_both_sides(door: Door) -> None:
+def test_another_secret_is_refused_on_both_sides(listener: Listener) -> None:
     with pytest.raises(HandshakeError, match="another secret"):
-        join(door, secret=b"another-secret-of-16")
-    assert not door.admitted
+        join(listener, secret=b"another-secret-of-16")
+    assert not listener.admitted
 
 
-def test_another_job_is_refused(door: Door) -> None:
+def test_another_job_is_refused(listener: Listener) -> None:
     with pytest.raises(ConnectionError):
-        join(door, Hello("other job", Purpose.CONTROL, 3, 1, 2, 0))
+        join(listener, Hello("other job", Purpose.CONTROL, 3, 1, 2, 0))
 
 
-def test_a_hello_that_is_not_expected_is_refused(door: Door) -> None:
+def test_a_hello_that_is_not_expected_is_refused(listener: Listener) -> None:
     with pytest.raises(ConnectionError):
-        join(door, Hello("job", Purpose.CONTROL, 3, 1, 2, 5))
+        join(listener, Hello("job", Purpose.CONTROL, 3, 1, 2, 5))
 
 
 @pytest.mark.parametrize("size", [1, 99, 100, 4096])
-def test_random_bytes_are_refused(door: Door, size: int) -> None:
-    with knock(door) as sock:
+def test_random_bytes_are_refused(listener: Listener, size: int) -> None:
+    with connected(listener) as sock:
         sock.sendall(os.urandom(size))
         if size < 100:  # the authenticator would wait for the rest
             sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
-    join(door)
+    join(listener)
 
 
-def test_silence_ends_at_the_limit(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_ends_at_the_limit(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
-    with knock(door) as sock:
+    with connected(listener) as sock:
         assert is_closed(sock)
 
 
 def test_bytes_that_drip_do_not_stretch_the_limit(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.2)
-    with knock(door) as sock:
+    with connected(listener) as sock:
         sock.settimeout(0.02)  # between two bytes: 100 of them would take 2 s
         assert 0 < drip(sock, HELLO.pack() + bytes(60)) < 100
 
@@ -234,47 +234,47 @@ def test_a_challenge_is_not_waited_for_longer_than_the_limit(
 
 
 @pytest.mark.parametrize("excess", [1, 1 << 20])
-def test_more_bytes_than_a_frame_are_no_proof(door: Door, excess: int) -> None:
-    with knock(door) as sock, suppress(ConnectionError):  # it hangs up in the middle
+def test_more_bytes_than_a_frame_are_no_proof(listener: Listener, excess: int) -> None:
+    with connected(listener) as sock, suppress(ConnectionError):  # it hangs up in the middle
         sock.sendall(HELLO.pack() + bytes(60) + bytes(excess))
         while sock.recv(4096):
             pass
-    join(door)
-    door.wait_for(lambda: len(door.admitted) == 1)
+    join(listener)
+    listener.wait_for(lambda: len(listener.admitted) == 1)
 
 
-def test_a_recorded_first_message_gets_no_further_than_a_new_answer(door: Door) -> None:
-    transcript = record(door)
-    with knock(door) as sock:
+def test_a_recorded_first_message_gets_no_further_than_a_new_answer(listener: Listener) -> None:
+    transcript = record(listener)
+    with connected(listener) as sock:
         sock.sendall(transcript.first)
         answer = handshake.receive(sock, 60, Deadline(10))
         assert answer != transcript.answer
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
-    assert len(door.admitted) == 1
+    assert len(listener.admitted) == 1
 
 
-def test_a_recorded_handshake_does_not_fit_again(door: Door) -> None:
-    transcript = record(door)
-    with knock(door) as sock:
+def test_a_recorded_handshake_does_not_fit_again(listener: Listener) -> None:
+    transcript = record(listener)
+    with connected(listener) as sock:
         sock.sendall(transcript.first)
         handshake.receive(sock, 60, Deadline(10))
         sock.sendall(transcript.proof)
         assert is_closed(sock)
-    assert len(door.admitted) == 1
+    assert len(listener.admitted) == 1
 
 
-def test_a_recorded_handshake_sent_at_once_does_not_fit_again(door: Door) -> None:
-    transcript = record(door)
-    with knock(door) as sock:
+def test_a_recorded_handshake_sent_at_once_does_not_fit_again(listener: Listener) -> None:
+    transcript = record(listener)
+    with connected(listener) as sock:
         sock.sendall(transcript.first + transcript.proof)
         handshake.receive(sock, 60, Deadline(10))
         assert is_closed(sock)
-    assert len(door.admitted) == 1
+    assert len(listener.admitted) == 1
 
 
-def test_a_recorded_server_convinces_no_client(door: Door) -> None:
-    transcript = record(door)
+def test_a_recorded_server_convinces_no_client(listener: Listener) -> None:
+    transcript = record(listener)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(transcript.answer + transcript.welcome)
@@ -289,9 +289,9 @@ class Transcript(NamedTuple):
     welcome: bytes
 
 
-def record(door: Door) -> Transcript:
+def record(listener: Listener) -> Transcript:
     """The bytes of both sides in a handshake that succeeds, as an eavesdropper sees them."""
-    with relay(door) as (theirs, sock, client):
+    with relay(listener) as (theirs, sock, client):
         sock.sendall(first := handshake.receive(theirs, 100, Deadline(10)))
         theirs.sendall(answer := handshake.receive(sock, 60, Deadline(10)))
         sock.sendall(proof := handshake.receive(theirs, 16, Deadline(10)))
@@ -302,15 +302,15 @@ def record(door: Door) -> Transcript:
 
 @contextmanager
 def relay(
-    door: Door, errors: list[OSError] | None = None
+    listener: Listener, errors: list[OSError] | None = None
 ) -> Iterator[tuple[socket.socket, socket.socket, threading.Thread]]:
-    """A client's socket, one to the door, and the client; its error goes into the list."""
+    """A client's socket, one to the listener, and the client; its error goes into the list."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
-        knock(door) as sock,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        connected(listener) as sock,
     ):
-        theirs = listener.accept()[0]
+        theirs = server.accept()[0]
 
         def run() -> None:
             try:
@@ -328,9 +328,9 @@ def relay(
 
 
 @pytest.mark.parametrize("byte", [*range(4), 6, 8, 23, 24, 28, 32, 36, 40, 71, 72, 83, 84, 99])
-def test_a_changed_first_message_is_refused(door: Door, byte: int) -> None:
+def test_a_changed_first_message_is_refused(listener: Listener, byte: int) -> None:
     errors: list[OSError] = []
-    with relay(door, errors) as (theirs, sock, client):
+    with relay(listener, errors) as (theirs, sock, client):
         first = bytearray(handshake.receive(theirs, 100, Deadline(10)))
         first[byte] ^= 1
         sock.sendall(first)
@@ -339,39 +339,39 @@ def test_a_changed_first_message_is_refused(door: Door, byte: int) -> None:
         theirs.close()
         client.join()
     assert errors
-    assert not door.admitted
+    assert not listener.admitted
 
 
 @pytest.mark.parametrize("byte", [0, 31, 32, 44, 59])
-def test_a_changed_answer_is_refused(door: Door, byte: int) -> None:
+def test_a_changed_answer_is_refused(listener: Listener, byte: int) -> None:
     errors: list[OSError] = []
-    with relay(door, errors) as (theirs, sock, client):
+    with relay(listener, errors) as (theirs, sock, client):
         sock.sendall(handshake.receive(theirs, 100, Deadline(10)))
         answer = bytearray(handshake.receive(sock, 60, Deadline(10)))
         answer[byte] ^= 1
         theirs.sendall(answer)
         client.join()
     assert isinstance(errors[0], HandshakeError)
-    assert not door.admitted
+    assert not listener.admitted
 
 
-def test_a_public_key_with_which_all_agree_alike_ends_no_door(door: Door) -> None:
+def test_a_public_key_with_which_all_agree_alike_ends_no_listener(listener: Listener) -> None:
     """Whoever knows the secret can send one, and where there is none everybody does."""
     sealed = "1160a9624c592bf591a0921e65f83905be95b039a76c757511f322d6"  # what fits a key of zeros
-    with knock(door) as sock:
+    with connected(listener) as sock:
         sock.sendall(HELLO.pack() + bytes(32) + bytes.fromhex(sealed))
         assert handshake.receive(sock, 60, Deadline(10)) == bytes(60)
         assert is_closed(sock)
-    join(door)
-    door.wait_for(lambda: len(door.admitted) == 1)
+    join(listener)
+    listener.wait_for(lambda: len(listener.admitted) == 1)
 
 
-def test_our_own_messages_sent_back_are_refused(door: Door) -> None:
-    with knock(door) as sock:
-        sock.sendall(record(door).first)
+def test_our_own_messages_sent_back_are_refused(listener: Listener) -> None:
+    with connected(listener) as sock:
+        sock.sendall(record(listener).first)
         sock.sendall(handshake.receive(sock, 60, Deadline(10))[:16])
         assert is_closed(sock)
-    assert len(door.admitted) == 1
+    assert len(listener.admitted) == 1
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(HELLO.pack() + bytes(20))
@@ -390,34 +390,34 @@ def test_our_own_messages_sent_back_are_refused(door: Door) -> None:
     ],
     ids=["pair", "direction", "purpose", "communicator", "epoch"],
 )
-def test_a_proof_of_something_else_is_refused(door: Door, other: Hello) -> None:
-    with knock(door) as sock:
+def test_a_proof_of_something_else_is_refused(listener: Listener, other: Hello) -> None:
+    with connected(listener) as sock:
         noise = handshake._noise(True, SECRET, other)
         sock.sendall(
             HELLO.pack() + noise.write(handshake.side_of(sock, handshake.host_identity()).pack())
         )
         assert handshake.receive(sock, 60, Deadline(10)) == bytes(60)
         assert is_closed(sock)
-    assert not door.admitted
+    assert not listener.admitted
 
 
-def test_each_handshake_has_other_keys(door: Door) -> None:
-    assert len({record(door).answer[:32] for _ in range(3)}) == 3
+def test_each_handshake_has_other_keys(listener: Listener) -> None:
+    assert len({record(listener).answer[:32] for _ in range(3)}) == 3
 
 
-def test_a_thousand_strangers_keep_no_rank_out(door: Door) -> None:
+def test_a_thousand_strangers_keep_no_rank_out(listener: Listener) -> None:
     hello = HELLO.pack()
     frames = (b"", os.urandom(40), os.urandom(100), hello, hello + os.urandom(60))
     with ExitStack() as crowd:
         for number in range(1000):
-            sock = crowd.enter_context(knock(door))
+            sock = crowd.enter_context(connected(listener))
             sock.sendall(frames[number % len(frames)])
             if number % 3:  # the others stay connected
                 sock.close()
             if number % 100 == 50:
-                join(door)
-    door.wait_for(lambda: len(door.admitted) == 10)
-    assert door.pending_most <= handshake.MAX_PENDING
+                join(listener)
+    listener.wait_for(lambda: len(listener.admitted) == 10)
+    assert listener.pending_most <= handshake.MAX_PENDING
 
 
 def test_a_crowd_evicts_its_own() -> None:
@@ -511,12 +511,12 @@ def test_all_authenticators_of_a_process_share_one_log(caplog: pytest.LogCapture
 
 
 def test_a_refused_stranger_is_logged_with_its_address_and_the_reason(
-    door: Door, caplog: pytest.LogCaptureFixture
+    listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "gradwire"), knock(door) as sock:
+    with caplog.at_level(logging.WARNING, "gradwire"), connected(listener) as sock:
         sock.sendall(bytes(100))
         assert is_closed(sock)
-        door.wait_for(lambda: bool(caplog.records))
+        listener.wait_for(lambda: bool(caplog.records))
     assert "127.0.0.1" in caplog.text
     assert "does not speak" in caplog.text
 

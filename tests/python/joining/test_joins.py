@@ -67,11 +67,11 @@ def record_a_handshake() -> tuple[bytes, bytes]:
         hello = Hello("job", Purpose.STORE)
         client = threading.Thread(target=client_handshake, args=(ours, hello, SECRET, deadline))
         client.start()
-        with socket.create_connection((server.address.host, server.address.port)) as door:
-            door.sendall(said := receive(theirs, 100, deadline))
-            theirs.sendall(receive(door, 60, deadline))
-            door.sendall(proof := receive(theirs, 16, deadline))
-            theirs.sendall(receive(door, 16, deadline))
+        with socket.create_connection((server.address.host, server.address.port)) as sock:
+            sock.sendall(said := receive(theirs, 100, deadline))
+            theirs.sendall(receive(sock, 60, deadline))
+            sock.sendall(proof := receive(theirs, 16, deadline))
+            theirs.sendall(receive(sock, 16, deadline))
         client.join()
     return said, proof
 
@@ -99,7 +99,7 @@ def on_ranks(places: Sequence[LaunchInfo], call: Callable[[LaunchInfo], Mesh]) -
 def test_all_ranks_join_amid_a_thousand_strangers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A quarter at the store, and three quarters at the ranks' own doors."""
+    """A quarter at the store, and three quarters at the ranks' own listeners."""
     before = open_descriptors()
     pack = AddressInfo.pack
 

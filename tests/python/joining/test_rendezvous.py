@@ -336,12 +336,12 @@ def test_a_rank_of_another_communicator_or_start_is_not_taken_for_this_ones(
             addresses[rank] = address
             barrier.wait(deadline.remaining)
             if rank == 1:
-                knock(unpack_address_info(addresses[0], 0), deadline)
+                come(unpack_address_info(addresses[0], 0), deadline)
             return [addresses[each] for each in range(2)]
 
         return all_gather
 
-    def knock(info: AddressInfo, deadline: Deadline) -> None:
+    def come(info: AddressInfo, deadline: Deadline) -> None:
         for purpose in Purpose.CONTROL, Purpose.COLLECTIVE, Purpose.P2P:
             hello = Hello("job", purpose, communicator, epoch, source=1, target=0)
             with socket.socket(socket.AF_UNIX) as sock:

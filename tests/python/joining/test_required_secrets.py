@@ -44,8 +44,8 @@ def serve_command(store: str) -> None:
     run_command("serve", "--store", store)
 
 
-def door_over_tcp(store: str) -> None:
-    """The door opens on a thread, and `resize` says what kept it from that."""
+def listener_over_tcp(store: str) -> None:
+    """The listener opens on a thread, and `resize` says what kept it from that."""
     with gradwire.init(rank=0, size=1) as comm:
         comm.resize(store=store, min_ranks=2, wait=0.2)
 
@@ -69,7 +69,7 @@ def run_command(*arguments: str) -> None:
         serve_over_tcp,
         connect_over_tcp,
         serve_command,
-        door_over_tcp,
+        listener_over_tcp,
     ],
 )
 def test_over_tcp_a_secret_is_required_on_loopback_too(entry: Callable[[str], None]) -> None:

@@ -202,7 +202,7 @@ def test_a_parameter_servers_door_survives_a_shortage_of_threads(
 
     def fails(self: threading.Thread) -> None:
         nonlocal failures
-        if failures > 0 and threading.current_thread().name == "gradwire-door":
+        if failures > 0 and threading.current_thread().name == "gradwire-listener":
             failures -= 1
             raise RuntimeError("can't start new thread")
         start(self)
@@ -222,7 +222,7 @@ def test_a_parameter_servers_door_survives_a_shortage_of_descriptors(
     values = [np.zeros(10, np.float32)]
     with serve.Server(1) as server:
         with serve.connect(values, serve.SGD(lr=1.0), store=server.store) as ps:
-            unix = server._door.address.unix
+            unix = server._listener.address.unix
             with contextlib.ExitStack() as ends:
                 waiting = [ends.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(9)]
                 ends.enter_context(no_descriptors())
@@ -237,11 +237,11 @@ def test_a_parameter_servers_door_survives_a_shortage_of_descriptors(
 def test_the_elastic_door_survives_what_goes_wrong() -> None:
     with gradwire.init(rank=0, size=1, store="unix://nobody", secret=SECRET) as comm:
         assert not comm.should_resize()
-        door = comm._door
-        assert door is not None
-        flaky = Flaky(door._selector)
-        door._selector = flaky  # type: ignore[assignment]
+        listener = comm._listener
+        assert listener is not None
+        flaky = Flaky(listener._selector)
+        listener._selector = flaky  # type: ignore[assignment]
         flaky.failures = 3
         while flaky.failures:
-            door.announce()
-        assert door._thread.is_alive()
+            listener.announce()
+        assert listener._thread.is_alive()

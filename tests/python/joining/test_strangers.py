@@ -19,16 +19,16 @@ from agent import agents_store
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import door, handshake, torch_rendezvous
-from gradwire._bootstrap.admission import open_door
+from gradwire._bootstrap import handshake, join_listener, torch_rendezvous
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
 from gradwire._bootstrap.connect import connect_mesh, listen
 from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
 from gradwire._bootstrap.handshake import Authenticator, RefusalLog
+from gradwire._bootstrap.join_listener import ListenerEntry, entry_key, unpack_entry
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh
 from gradwire._bootstrap.rendezvous import rendezvous
-from gradwire._bootstrap.sign import Sign, key_of, unpack_sign
+from gradwire._bootstrap.resize import open_listener
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.through_torch.open_exchange import Question, answer_to
@@ -193,7 +193,7 @@ def test_an_answer_is_for_one_question() -> None:
         endpoint_at(unpack_place(b"unix://x secret"), b"", None, Question())
 
 
-# The door
+# The join listener
 
 
 def torchrun(rank: int, port: int) -> dict[str, str]:
@@ -231,7 +231,7 @@ def test_without_a_secret_no_door_is_opened_in_torchs_store(torchs_store: str, c
         assert f"rank {rank}: " in text
         assert "`export GRADWIRE_SECRET=$(openssl rand -hex 32)` once" in text
     stranger = TorchStore("127.0.0.1", port, 1, 2, Deadline(30))
-    assert stranger.find(key_of("run")) is None
+    assert stranger.find(entry_key("run")) is None
 
 
 def test_who_joins_by_torchs_store_needs_the_secret(torchs_store: str) -> None:
@@ -242,7 +242,7 @@ def test_who_joins_by_torchs_store_needs_the_secret(torchs_store: str) -> None:
 def test_a_forged_sign_is_replaced_and_nobody_follows_it(
     monkeypatch: pytest.MonkeyPatch, torchs_store: str
 ) -> None:
-    monkeypatch.setattr(door, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(join_listener, "RENEW_SECONDS", 0.2)
     port = int(torchs_store.rpartition(":")[2])
 
     def member(rank: int) -> Any:
@@ -251,7 +251,7 @@ def test_a_forged_sign_is_replaced_and_nobody_follows_it(
         with comm:
             return state
 
-    def guest() -> Any:
+    def joiner() -> Any:
         os.environ |= {"GRADWIRE_JOB": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         comm, state = train(gradwire.join(store=torchs_store, secret=SECRET, timeout=60), has(3))
         with comm:
@@ -260,15 +260,15 @@ def test_a_forged_sign_is_replaced_and_nobody_follows_it(
     with elastic_job() as job, socket.create_server(("127.0.0.1", 0)) as evil:
         processes = [job.process(lambda rank=rank: member(rank)) for rank in range(2)]
         stranger = TorchStore("127.0.0.1", port, 1, 2, Deadline(LIMIT))
-        key = key_of("run")
-        honest = unpack_sign(stranger.get(key, LIMIT), "run", SECRET.encode())
+        key = entry_key("run")
+        honest = unpack_entry(stranger.get(key, LIMIT), "run", SECRET.encode())
         there = AddressInfo("h", "evil:1", ("tcp",), "", "127.0.0.1", evil.getsockname()[1])
-        forged = Sign("run", b"the stranger's own", there, 0, 10**6).pack()
+        forged = ListenerEntry("run", b"the stranger's own", there, 0, 10**6).pack()
         stranger.set(key, forged)
         eventually(lambda: stranger.get(key, LIMIT) != forged)
-        assert unpack_sign(stranger.get(key, LIMIT), "run", SECRET.encode()) == honest
+        assert unpack_entry(stranger.get(key, LIMIT), "run", SECRET.encode()) == honest
         stranger.set(key, forged)  # which whoever joins now reads at first
-        processes.append(job.process(guest))
+        processes.append(job.process(joiner))
         assert len({each.value() for each in processes}) == 1
         evil.settimeout(0)
         with pytest.raises(BlockingIOError):
@@ -276,13 +276,13 @@ def test_a_forged_sign_is_replaced_and_nobody_follows_it(
 
 
 def test_a_sign_is_for_its_job_and_whole(torchs_store: str) -> None:
-    sign = Sign("job", SECRET.encode(), AddressInfo("", "", (), "", "::1", 0), 0, 3)
-    assert unpack_sign(sign.pack(), "job", SECRET.encode()) == sign
-    assert SECRET.encode() not in sign.pack()
-    changed = sign.pack().replace(b'"membership": 3', b'"membership": 4')
-    for foreign, job in ((sign.pack(), "other"), (changed, "job"), (b"", "job"), (b"{}", "job")):
+    entry = ListenerEntry("job", SECRET.encode(), AddressInfo("", "", (), "", "::1", 0), 0, 3)
+    assert unpack_entry(entry.pack(), "job", SECRET.encode()) == entry
+    assert SECRET.encode() not in entry.pack()
+    changed = entry.pack().replace(b'"membership": 3', b'"membership": 4')
+    for foreign, job in ((entry.pack(), "other"), (changed, "job"), (b"", "job"), (b"{}", "job")):
         with pytest.raises(RendezvousError, match="not signed with the job's secret"):
-            unpack_sign(foreign, job, SECRET.encode())
+            unpack_entry(foreign, job, SECRET.encode())
 
 
 # Other users of this host
@@ -305,7 +305,7 @@ def as_nobody(body: Callable[[], Any]) -> Any:
         return pipe.read().decode()
 
 
-def knock(name: str) -> str:
+def request(name: str) -> str:
     """What a Unix socket says to who connects: nothing, and it ends the connection."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(LIMIT)
@@ -321,10 +321,10 @@ def a_store() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def a_door() -> Iterator[str]:
+def a_join_listener() -> Iterator[str]:
     with (
         gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm,
-        contextlib.closing(open_door(comm._mesh)) as opened,
+        contextlib.closing(open_listener(comm._mesh)) as opened,
     ):
         yield opened._address.unix
 
@@ -353,17 +353,17 @@ def an_acceptor() -> Iterator[str]:
 @contextlib.contextmanager
 def a_server() -> Iterator[str]:
     with serve.Server(1) as server:
-        yield server._door.address.unix
+        yield server._listener.address.unix
 
 
 @as_another_user
-@pytest.mark.parametrize("place", [a_store, a_door, an_acceptor, a_server])
+@pytest.mark.parametrize("place", [a_store, a_join_listener, an_acceptor, a_server])
 def test_another_user_is_refused_before_a_word(
     caplog: pytest.LogCaptureFixture,
     place: Callable[[], contextlib.AbstractContextManager[str]],
 ) -> None:
     with place() as name:
-        assert as_nobody(lambda: knock(name)) == "b''"
+        assert as_nobody(lambda: request(name)) == "b''"
     assert f"process of user {NOBODY}: it runs as user {NOBODY}, this as 0" in caplog.text
 
 
@@ -467,7 +467,7 @@ def test_on_one_host_ranks_listen_on_unix_sockets_alone(
         mesh.close()
     with serve.Server(1):
         pass
-    with a_door():
+    with a_join_listener():
         pass
     assert len(published) >= 3
     assert all(info.unix and not info.port for info in published)

@@ -1,4 +1,4 @@
-"""A job whose processes leave and join: members and guests are forked, this process has the store.
+"""A job whose processes leave and join: all are forked, this process has the store.
 
 Each keeps a state, as a training does: a counter of steps and a sum. `train` goes on through every
 change of the ranks until a condition holds that all of them see alike.
@@ -38,7 +38,7 @@ class State(NamedTuple):
 
 
 def train(comm: Communicator, until: Until, **options: Any) -> tuple[Communicator, State]:
-    """Steps until the condition holds, and resizes where a rank dies or somebody knocks."""
+    """Steps until the condition holds, and resizes where a rank dies or somebody asks to join."""
     state = State(0, 0.0)
     while True:
         try:
@@ -144,11 +144,11 @@ class ElasticJob:
     def join(self, body: Callable[[Communicator], Any], **options: Any) -> Process:
         """Starts a process that joins."""
 
-        def guest() -> Any:
+        def joiner() -> Any:
             given = {"transports": self._transports, "timeout": 30, "secret": SECRET, **options}
             return body(gradwire.join(**given))
 
-        return self.process(guest)
+        return self.process(joiner)
 
     def process(self, body: Callable[[], Any]) -> Process:
         made = Process(body, before=lambda: os.environ.update(self._environment))

@@ -16,7 +16,7 @@ LIVES = 1000  # messages of one that does not die
 
 
 class Crash(Exception):
-    """Raised where a rank or a guest of the simulation ends."""
+    """Raised where a rank or a joiner of the simulation ends."""
 
 
 class MortalLinks(SurvivorLinks):

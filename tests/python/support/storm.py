@@ -1,4 +1,4 @@
-"""A crowd of strangers at a rank's door, as a process of its own: silent, noisy, half way in.
+"""A crowd of strangers at a rank's listener, as a process of its own: silent, noisy, half way in.
 
 Some have a recorded handshake, of which they play the hello or all at once; some send back whatever
 they hear.

@@ -140,7 +140,7 @@ def test_ranks_die_and_join(plan: Plan) -> None:
         for _ in range(2):
             joiner = team.start(joins=True)
             assert team.wait(lambda joiner=joiner: joiner.steps > 0), team
-            victim = team.members[0]  # also the one at whose door joiners knock
+            victim = team.members[0]  # also the one that joiners ask
             team.kill(victim)
             goal = team.steps + 2
             assert team.wait(lambda goal=goal: all(e.steps > goal for e in team.alive)), team

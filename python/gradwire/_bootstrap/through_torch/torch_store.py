@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from gradwire._base.deadline import Deadline
-from gradwire._errors import RendezvousError, first_line
+from gradwire._errors import InvalidArgument, RendezvousError, first_line
 
 _TICK = timedelta(milliseconds=10)  # torch takes 0 for "no timeout"
 _LEAST_PAUSE, _MOST_PAUSE = 0.005, 0.1  # seconds between two looks for a key
@@ -115,6 +116,23 @@ class TorchStore:
             raise RendezvousError(
                 f"torch's store at {self._where} has not answered for {self._answer:g} s"
             ) from None
+
+
+def connect_by_url(store: str, deadline: Deadline, answer: float) -> TorchStore:
+    """A client of torch's store at torch://HOST:PORT, which another process serves."""
+    return TorchStore(*parse_torch_address(store), 1, 2, deadline, answer)
+
+
+def parse_torch_address(store: str) -> tuple[str, int]:
+    """The host and port in torch://HOST:PORT; raises InvalidArgument for anything else."""
+    try:
+        parts = urlsplit(store)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise InvalidArgument(f"store={store!r} is not torch://HOST:PORT")
+    return host, port
 
 
 class _Answer:

@@ -313,7 +313,7 @@ class Session:
             self._reform()
 
     def _are_together(self) -> bool:
-        """Shares the state after a change; returns False if a rank failed, or somebody knocks."""
+        """Shares the state after a change; False if a rank failed, or another asks to join."""
         comm, news = self.communicator, self._news
         try:
             if news is None:

@@ -1,11 +1,11 @@
-"""Steps that an elastic job loses to a guest that proves itself and then says nothing.
+"""Steps that an elastic job loses to a joiner that proves itself and then says nothing.
 
-    python -m bench.network.mute_guests [--seconds 200] [--turns 2] [--ranks 3]
+    python -m bench.network.silent_joiners [--seconds 200] [--turns 2] [--ranks 3]
 
-The guest knows the job's secret. A *silent* one says nothing once it has proved that; one that has
-*knocked* falls silent when the ranks let it in, which costs them 5 s. Each comes again as soon as
-it is sent away. Jobs take turns: with no guest, and with each of the two. The bound is 5 % of the
-steps; 5 s are more than that where a turn takes less than 100 s.
+The joiner knows the job's secret. A *silent* one says nothing once it has proved that; one that has
+*asked* to join falls silent when the ranks let it in, which costs them 5 s. Each comes again as
+soon as it is sent away. Jobs take turns: with no joiner, and with each of the two. The bound is 5 %
+of the steps; 5 s are more than that where a turn takes less than 100 s.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from bench.common import job, machine
 
-_GUESTS = ("none", "silent", "knocked")
+_JOINERS = ("none", "silent", "asked")
 _BOUND = 0.05
-_REACH_SECONDS = 5.0  # in which a door answers
+_REACH_SECONDS = 5.0  # in which the join listener answers
 
 
 def main() -> int:
     """Measures, and prints a table; the status is 1 beyond the bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", default=200.0, type=float, help="of each turn")
-    parser.add_argument("--turns", default=2, type=int, help="with each kind of guest")
+    parser.add_argument("--turns", default=2, type=int, help="with each kind of joiner")
     parser.add_argument("--ranks", default=3, type=int)
-    parser.add_argument("--guests", nargs="+", default=_GUESTS[1:], choices=_GUESTS[1:])
+    parser.add_argument("--joiners", nargs="+", default=_JOINERS[1:], choices=_JOINERS[1:])
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.meet:
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _take_turns(asked: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    kinds = (_GUESTS[0], *asked.guests)
+    kinds = (_JOINERS[0], *asked.joiners)
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for turn in range(asked.turns):
         for kind in kinds[:: -1 if turn % 2 else 1]:
@@ -56,9 +56,9 @@ def _print_table(found: dict[str, list[dict[str, float]]]) -> int:
     rates = {
         kind: statistics.median(each["rate"] for each in turns) for kind, turns in found.items()
     }
-    print("| guest | steps a second | lost, % | visits |")
+    print("| joiner | steps a second | lost, % | visits |")
     print("|---|---:|---:|---:|")
-    lost = {kind: 1 - rate / rates[_GUESTS[0]] for kind, rate in rates.items()}
+    lost = {kind: 1 - rate / rates[_JOINERS[0]] for kind, rate in rates.items()}
     for kind, turns in found.items():
         visits = sum(each["visits"] for each in turns)
         print(f"| {kind} | {rates[kind]:.1f} | {100 * lost[kind]:.1f} | {visits:.0f} |", flush=True)
@@ -66,7 +66,7 @@ def _print_table(found: dict[str, list[dict[str, float]]]) -> int:
 
 
 def _one_turn(kind: str, ranks: int, seconds: float) -> dict[str, float]:
-    """Runs a job for so many seconds, and a guest of this kind beside it."""
+    """Runs a job for so many seconds, and a joiner of this kind beside it."""
     from gradwire._bootstrap.launch_info import DEFAULT_JOB
     from gradwire._bootstrap.store import parse_address
     from gradwire._bootstrap.store_server import StoreServer
@@ -77,19 +77,21 @@ def _one_turn(kind: str, ranks: int, seconds: float) -> dict[str, float]:
         "GRADWIRE_STORE": f"unix://{secrets.token_hex(8)}",
     }
     ends, visits = threading.Event(), [0]
-    guest = threading.Thread(target=_come_again, args=(kind, setting, ends, visits))
-    if kind != _GUESTS[0]:
-        guest.start()
+    joiner = threading.Thread(target=_come_again, args=(kind, setting, ends, visits))
+    if kind != _JOINERS[0]:
+        joiner.start()
     try:
         arguments = ["--seconds", str(seconds)]
         with StoreServer(parse_address(setting["GRADWIRE_STORE"]), DEFAULT_JOB, secret):
-            found: dict[str, Any] = job.run("bench.network.mute_guests", arguments, ranks, setting)
+            found: dict[str, Any] = job.run(
+                "bench.network.silent_joiners", arguments, ranks, setting
+            )
     finally:
         ends.set()
-        if guest.ident is not None:
-            guest.join()
-    if kind != _GUESTS[0] and not visits[0]:
-        raise RuntimeError("the guest was never at the door")
+        if joiner.ident is not None:
+            joiner.join()
+    if kind != _JOINERS[0] and not visits[0]:
+        raise RuntimeError("the joiner was never let in to ask")
     return {"rate": found["rate"], "visits": float(visits[0])}
 
 
@@ -97,30 +99,30 @@ def _come_again(
     kind: str, setting: dict[str, str], ends: threading.Event, visits: list[int]
 ) -> None:
     from gradwire import Error
-    from gradwire._bootstrap.waiting_room import KNOCK
+    from gradwire._bootstrap.join_listener import JOIN_REQUEST
 
     while not ends.is_set():
         with contextlib.suppress(Error, OSError):
-            _visit(setting, KNOCK if kind == "knocked" else b"", ends, visits)
+            _visit(setting, JOIN_REQUEST if kind == "asked" else b"", ends, visits)
         ends.wait(0.05)  # as join() does
 
 
 def _visit(setting: dict[str, str], said: bytes, ends: threading.Event, visits: list[int]) -> None:
-    """Proves itself at the door, says this, and stays until it is sent away."""
+    """Proves itself at the listener, says this, and stays until it is sent away."""
     from gradwire._base.deadline import Deadline
     from gradwire._bootstrap.connect import open_socket
-    from gradwire._bootstrap.door import reader_of
     from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
+    from gradwire._bootstrap.join_listener import entry_key, unpack_entry
+    from gradwire._bootstrap.joining import reader_of
     from gradwire._bootstrap.launch_info import DEFAULT_JOB
-    from gradwire._bootstrap.sign import key_of, unpack_sign
     from gradwire._host.interfaces import LOOPBACK
 
     secret, limit = setting["GRADWIRE_SECRET"].encode(), Deadline(_REACH_SECONDS)
     with reader_of(setting["GRADWIRE_STORE"], DEFAULT_JOB, secret, limit, _REACH_SECONDS) as read:
-        sign = unpack_sign(read(key_of(DEFAULT_JOB), limit.remaining), DEFAULT_JOB, secret)
-    sock = open_socket(sign.address, "shm", LOOPBACK.interface, limit)
+        entry = unpack_entry(read(entry_key(DEFAULT_JOB), limit.remaining), DEFAULT_JOB, secret)
+    sock = open_socket(entry.address, "shm", LOOPBACK.interface, limit)
     with contextlib.closing(sock):
-        hello = Hello(DEFAULT_JOB, Purpose.JOIN, epoch=sign.epoch, source=-1)
+        hello = Hello(DEFAULT_JOB, Purpose.JOIN, epoch=entry.epoch, source=-1)
         sock = client_handshake(sock, hello, secret, limit)
         sock.sendall(said)
         visits[0] += 1

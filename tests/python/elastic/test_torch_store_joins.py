@@ -1,4 +1,4 @@
-"""The door in torch's store, as under torchrun, whose agent serves it."""
+"""The listener in torch's store, as under torchrun, whose agent serves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import joining
-from gradwire._bootstrap.door import reader_of
+from gradwire._bootstrap.joining import reader_of
 from gradwire._errors import JobOver, RendezvousError
 from ranks import LIMIT, eventually, state_of
 
@@ -24,7 +24,7 @@ pytest.importorskip("torch.distributed")
 
 
 def test_a_process_joins_by_torchs_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns there where the door is, and that the job is over."""
+    """It learns there where the listener is, and that the job is over."""
     monkeypatch.setattr(joining, "_STORED_OVER_SECONDS", 0.5)
 
     def body(comm: Communicator) -> Any:
@@ -47,16 +47,16 @@ def test_a_process_joins_by_torchs_store(monkeypatch: pytest.MonkeyPatch) -> Non
         del os.environ["GRADWIRE_STORE"], os.environ["GRADWIRE_JOB"]
         return body(gradwire.init(secret=SECRET, timeout=30))
 
-    def guest(port: int) -> Any:
+    def joiner(port: int) -> Any:
         os.environ |= {"GRADWIRE_JOB": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         store = f"torch://127.0.0.1:{port}"
         return body(gradwire.join(store=store, secret=SECRET, timeout=30))
 
     with agents_store() as port, elastic_job() as job:
         processes = [job.process(lambda rank=rank: member(rank, port)) for rank in range(2)]
-        processes.append(job.process(lambda: guest(port)))
+        processes.append(job.process(lambda: joiner(port)))
         assert len({each.value() for each in processes}) == 1
-        late = job.process(lambda: guest(port))
+        late = job.process(lambda: joiner(port))
         assert isinstance(late.outcome().error, JobOver)
 
 

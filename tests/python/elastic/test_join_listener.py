@@ -1,4 +1,4 @@
-"""The door of a communicator: one, on rank 0, found in the store, quiet where nobody fits in."""
+"""The join listener of a communicator: one, on rank 0, quiet where nobody fits in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from census import held
 from elastic_job import SECRET, elastic_job
 from gradwire import Communicator, _communicator
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import door as doors
-from gradwire._bootstrap import joining
-from gradwire._bootstrap.admission import open_door
+from gradwire._bootstrap import join_listener, joining
+from gradwire._bootstrap.join_listener import ListenerEntry, entry_key
 from gradwire._bootstrap.mesh import AddressInfo, Mesh
-from gradwire._bootstrap.sign import Sign, key_of
+from gradwire._bootstrap.resize import open_listener
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import MessageKind, SurvivorLinks, View
@@ -32,14 +31,14 @@ from ranks import LIMIT, eventually
 
 
 def test_who_finds_no_room_causes_no_resize(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits at the door, until a rank has gone."""
+    """It waits, until a rank has gone."""
     monkeypatch.setenv("GRADWIRE_MAX_RANKS", "2")
 
     def body(comm: Communicator) -> Any:
-        asked = comm.should_resize()  # opens the door
+        asked = comm.should_resize()  # opens the listener
         if comm.rank == 0:
-            eventually(lambda: comm._door._guests)  # type: ignore[union-attr]
-        for _ in range(2):  # also in the communicator that the door is handed to
+            eventually(lambda: comm._listener._joiners)  # type: ignore[union-attr]
+        for _ in range(2):  # also in the communicator that the listener is handed to
             comm.barrier()
             asked = asked or comm.should_resize()
             comm = comm.resize()
@@ -52,49 +51,49 @@ def test_who_finds_no_room_causes_no_resize(monkeypatch: pytest.MonkeyPatch) -> 
             after.barrier()
             return asked, after.size, after.joined
 
-    def guest(comm: Communicator) -> None:
+    def joiner(comm: Communicator) -> None:
         comm.barrier()
         comm.close()
 
     with elastic_job() as job:
         members = job.start(2, body)
-        joins = job.join(guest)
+        joins = job.join(joiner)
         assert members[0].value() == (False, 2, 1)
         joins.value()
 
 
-def test_threads_open_one_door_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_open_one_listener_together(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
     def opens(mesh: Mesh) -> Any:
         time.sleep(0.1)  # so that the other thread comes meanwhile
-        opened.append(open_door(mesh))
+        opened.append(open_listener(mesh))
         return opened[-1]
 
-    monkeypatch.setattr(_communicator, "open_door", opens)
+    monkeypatch.setattr(_communicator, "open_listener", opens)
     with gradwire.init(rank=0, size=1) as comm, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: comm.should_resize(), range(2))) == [False, False]
-        assert opened == [comm._door]
+        assert opened == [comm._listener]
     for each in opened:
         each.close()
 
 
-def test_only_rank_0_keeps_a_door() -> None:
+def test_only_rank_0_keeps_a_join_listener() -> None:
     """Another rank may have opened one while it took rank 0 to be dead."""
 
     def body(comm: Communicator) -> Any:
-        comm._door = open_door(comm._mesh)
+        comm._listener = open_listener(comm._mesh)
         with comm.resize() as after:
             x = np.zeros(1)
             after.all_reduce(x)
-            return after._door is not None
+            return after._listener is not None
 
     with elastic_job() as job:
         assert [each.value() for each in job.start(2, body)] == [True, False]
 
 
 def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
-    """After resize(store=...), the door is in that store, and not in the one that rank 0 served."""
+    """After resize(store=...), the listener is in that store, not in the one that rank 0 served."""
     name = f"elastic-{secrets.token_hex(4)}"
     first, second = (Address("unix", f"gradwire-{name}-{each}") for each in "ab")
     comm = gradwire.init(rank=0, size=1, store=str(first), secret=SECRET)
@@ -106,7 +105,7 @@ def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
             with contextlib.closing(
                 StoreClient(second, job.name, SECRET.encode(), limit)
             ) as client:
-                assert client.get(key_of(job.name), 10)
+                assert client.get(entry_key(job.name), 10)
 
 
 class Slate:
@@ -124,23 +123,26 @@ class Slate:
         self.written = True
 
 
-def test_a_sign_that_nobody_could_read_is_replaced_only_where_the_store_answers() -> None:
+def test_an_entry_that_nobody_could_read_is_replaced_only_where_the_store_answers() -> None:
     """Else it would be written, once the store goes on, over one of a later communicator."""
     silent = Slate(RendezvousError("has not answered"))
-    with gradwire.init(rank=0, size=1) as comm, contextlib.closing(open_door(comm._mesh)) as door:
+    with (
+        gradwire.init(rank=0, size=1) as comm,
+        contextlib.closing(open_listener(comm._mesh)) as listener,
+    ):
         job = comm._mesh.job
-        sign = Sign(job.name, job.secret, AddressInfo("", "", (), "", "::1", 0), 0, 0)
+        entry = ListenerEntry(job.name, job.secret, AddressInfo("", "", (), "", "::1", 0), 0, 0)
         with pytest.raises(RendezvousError, match="has not answered"):
-            door._replace_sign(silent, sign)  # type: ignore[arg-type]
+            listener._replace_entry(silent, entry)  # type: ignore[arg-type]
         assert not silent.written
-        later = replace(sign, membership=10**6)
+        later = replace(entry, membership=10**6)
         forged = replace(later, secret=b"of a stranger, as long as ours")
-        for found in (TimeoutError("nobody set it"), b"not a sign", forged.pack()):
+        for found in (TimeoutError("nobody set it"), b"not an entry", forged.pack()):
             slate = Slate(found)
-            door._replace_sign(slate, sign)  # type: ignore[arg-type]
+            listener._replace_entry(slate, entry)  # type: ignore[arg-type]
             assert slate.written
         slate = Slate(later.pack())
-        door._replace_sign(slate, sign)  # type: ignore[arg-type]
+        listener._replace_entry(slate, entry)  # type: ignore[arg-type]
         assert not slate.written
 
 
@@ -160,14 +162,14 @@ def test_no_thread_of_the_program_waits_for_a_store_whose_host_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = SilentHost()
-    monkeypatch.setattr(doors, "StoreClient", host.client)
-    monkeypatch.setattr(doors, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(join_listener, "StoreClient", host.client)
+    monkeypatch.setattr(join_listener, "_CLOSE_SECONDS", 0.01)
     with gradwire.init(rank=0, size=1, store="unix://silent", secret=SECRET) as comm:
         assert not comm.should_resize()
         assert host.asked.wait(LIMIT)
         comm = comm.resize()
         assert not comm.should_resize()
-        thread = comm._door._thread  # type: ignore[union-attr]
+        thread = comm._listener._thread  # type: ignore[union-attr]
         comm.close()
         assert thread.is_alive()
     host.ends.set()
@@ -176,26 +178,25 @@ def test_no_thread_of_the_program_waits_for_a_store_whose_host_is_gone(
 
 
 def test_who_joins_asks_a_store_that_does_not_answer_once() -> None:
-    """It would be left out where it did not answer its sponsor meanwhile."""
+    """It would be left out where it did not answer its leader meanwhile."""
     asked = []
 
     def read(*_: Any) -> bytes:
         asked.append(1)
         raise gradwire.RendezvousError("lost the store")
 
-    asking = joining.Asking("job", -1, "unix://silent", None, ())
-    sign = Sign("job", b"", AddressInfo("", "", (), "", "::1", 0), 0, 0)
-    looks = joining._Looks(asking, read, sign)
-    assert [looks.is_there() for _ in range(3)] == [True] * 3
+    entry = ListenerEntry("job", b"", AddressInfo("", "", (), "", "::1", 0), 0, 0)
+    watch = joining._EntryWatch(read, entry)
+    assert [watch.is_current() for _ in range(3)] == [True] * 3
     assert len(asked) == 1
 
 
-def test_a_child_holds_nothing_of_a_door() -> None:
+def test_a_child_holds_nothing_of_a_join_listener() -> None:
     """Neither its sockets nor those of a store that it serves: who connects would wait in vain."""
     with gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm:
         before = held().descriptors
         assert not comm.should_resize()
-        eventually(lambda: not comm._door._renew.passed)  # type: ignore[union-attr]
+        eventually(lambda: not comm._listener._renew.passed)  # type: ignore[union-attr]
         assert held().descriptors.total() > before.total()
         reads, writes = os.pipe()
         child = os.fork()
@@ -211,7 +212,7 @@ def test_a_child_holds_nothing_of_a_door() -> None:
         assert int(found) <= before.total()
 
 
-def test_the_addresses_of_thousands_of_ranks_reach_a_guest() -> None:
+def test_the_addresses_of_thousands_of_ranks_reach_a_joiner() -> None:
     payload = secrets.token_bytes(4096 * 400)
     one, other = (SurvivorLinks((), 1) for _ in range(2))
     for links, sock in zip((one, other), socket.socketpair(), strict=True):

@@ -1,4 +1,4 @@
-"""The admission to a resize: its arguments, and the transports and addresses for those who join."""
+"""The arguments of a resize, and the transports and addresses for those who join."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from gradwire._base import arguments, environment
-from gradwire._bootstrap.door import Door, parse_torch_address, require_given_secret
+from gradwire._bootstrap.join_listener import JoinListener, require_given_secret
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.shrink import Admission
+from gradwire._bootstrap.shrink import ResizeOptions
 from gradwire._bootstrap.store import parse_address
+from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host.encryption import allowed
 from gradwire._host.interfaces import choose, is_loopback, route_to
@@ -20,14 +21,16 @@ from gradwire._host.transport_kinds import DEFAULTS
 _log = logging.getLogger("gradwire")
 
 
-def open_door(mesh: Mesh) -> Door:
-    """Opens a door where those who join reach it; raises RendezvousError where nobody may."""
+def open_listener(mesh: Mesh) -> JoinListener:
+    """Listens where those who join reach it; raises RendezvousError where nobody may."""
     require_secret_to_join(mesh)
     _listen_beyond_loopback(mesh)
-    return Door(mesh, transports_of(mesh), None)
+    return JoinListener(mesh, transports_of(mesh))
 
 
-def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int | None) -> Admission:
+def resize_options(
+    mesh: Mesh, store: str | None, wait: float, min_ranks: int | None
+) -> ResizeOptions:
     """Checks the arguments of a resize, and has the mesh listen where those who join reach it.
 
     Raises InvalidArgument, and RendezvousError where nobody may join.
@@ -44,11 +47,11 @@ def admission_to(mesh: Mesh, store: str | None, wait: float, min_ranks: int | No
         mesh.membership = replace(mesh.membership, store=store)
     require_secret_to_join(mesh)
     _listen_beyond_loopback(mesh)
-    return Admission(partial(open_door, mesh), seconds, least, most)
+    return ResizeOptions(partial(open_listener, mesh), seconds, least, most)
 
 
 def require_secret_to_join(mesh: Mesh) -> None:
-    """Raises RendezvousError, alike on all ranks, where the door would be in torch's store.
+    """Raises RendezvousError, alike on all ranks, where those who join look in torch's store.
 
     That needs a given secret: others read and write that store.
     """

@@ -1,4 +1,4 @@
-"""The benchmark of guests that say nothing: that it runs, and what it says of its figures."""
+"""The benchmark of joiners that say nothing: that it runs, and what it says of its figures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
-from bench.network import mute_guests
+from bench.network import silent_joiners
 
 ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bench.network.mute_guests", *arguments],
+        [sys.executable, "-m", "bench.network.silent_joiners", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -25,17 +25,17 @@ def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_jobs_take_turns_with_each_guest(bare_environment: None) -> None:
+def test_jobs_take_turns_with_each_joiner(bare_environment: None) -> None:
     ended = run("--seconds", "1", "--turns", "1", limit=LIMIT)  # too short for its bound
     rows = [line.split(" | ")[0] for line in ended.stdout.splitlines()]
-    assert rows[-3:] == ["| none", "| silent", "| knocked"], ended.stdout + ended.stderr
+    assert rows[-3:] == ["| none", "| silent", "| asked"], ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(("silent", "status"), [(96.0, 0), (94.0, 1)])
 def test_the_status_says_whether_steps_are_lost(silent: float, status: int) -> None:
     rates = {"none": 100.0, "silent": silent}
     found = {kind: [{"rate": rate, "visits": 1.0}] for kind, rate in rates.items()}
-    assert mute_guests._print_table(found) == status
+    assert silent_joiners._print_table(found) == status
 
 
 @pytest.mark.nightly
