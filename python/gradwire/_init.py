@@ -63,7 +63,7 @@ def init(
                 "state, or start the program without `gradwire run --min`"
             )
     limit = arguments.seconds(timeout)
-    return rendezvous.meet(
+    return rendezvous.rendezvous(
         launch,
         lambda mesh: from_mesh(mesh, timeout=limit),
         timeout=limit,

@@ -242,10 +242,13 @@ class _Processes:
     def _outcome(self, rank: int, pipe: Connection[Any, Any]) -> _Outcome:
         launch = LaunchInfo(rank, self._size, "spawn()", self._job, store=str(self._server.address))
         try:
-            mesh = rendezvous(
-                launch, timeout=self._timeout, transports=self._transports, secret=self._secret
+            comm = rendezvous(
+                launch,
+                lambda mesh: from_mesh(mesh, timeout=self._timeout),
+                timeout=self._timeout,
+                transports=self._transports,
+                secret=self._secret,
             )
-            comm = from_mesh(mesh, timeout=self._timeout)
             pipe.send_bytes(_CONNECTED)
         except BaseException as error:
             return _failure(rank, error)

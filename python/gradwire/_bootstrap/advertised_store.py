@@ -76,7 +76,7 @@ def advertised_store(
         if at is not None:
             endpoint = _make_endpoint(at, secret)
             server = stack.enter_context(
-                serve_until_reported(StoreServer(at, job, endpoint.secret, one_meeting=True))
+                serve_until_reported(StoreServer(at, job, endpoint.secret, one_rendezvous=True))
             )
             endpoint = replace(endpoint, address=server.address)
             advertise(endpoint)

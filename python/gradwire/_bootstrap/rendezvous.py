@@ -18,7 +18,7 @@ from gradwire._base.shortage import told
 from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import serve_until_reported
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.host_info import process_name
+from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.job_secret import find_secret, secret_of_store
 from gradwire._bootstrap.launch_info import DEFAULT_JOB, LaunchInfo
 from gradwire._bootstrap.mesh import Job, Membership, Mesh
@@ -29,7 +29,7 @@ from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
 from gradwire._bootstrap.torch_rendezvous import store_advertised_by_torch
 from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._host import emulated_link, encryption, transport_kinds
-from gradwire._host.interfaces import Choice, Route, choose, is_loopback
+from gradwire._host.interfaces import LOOPBACK, Choice, Route, choose, is_loopback
 
 _OTHERS_SECONDS = 0.1  # that a job without a name of its own gives others to say they are here
 _OTHER_HOST_SECONDS = 5.0  # to tell a rank 0 of another job that there are two
@@ -44,17 +44,6 @@ _starts: dict[_Launch, int] = {}  # of launches of which this process is a rank;
 
 def rendezvous(
     launch: LaunchInfo,
-    *,
-    timeout: float,
-    transports: Sequence[str] | None = None,
-    secret: bytes | str | None = None,
-) -> Mesh:
-    """Connects to the other ranks of `launch`; returns the mesh. See `meet`."""
-    return meet(launch, lambda mesh: mesh, timeout=timeout, transports=transports, secret=secret)
-
-
-def meet(
-    launch: LaunchInfo,
     make: Callable[[Mesh], _Made],
     *,
     timeout: float,
@@ -68,46 +57,39 @@ def meet(
     after `timeout` seconds or the rank that gave up, or says what the system refuses.
     """
     with told(f"rank {launch.rank} of {launch.size} ({process_name()})"):
-        return _meet(launch, make, timeout, transports, secret)
+        environment.check()
+        deadline = Deadline(timeout)
+        names = choose_transports(transports)
+        given = find_secret(secret)
+        membership = Membership(store=launch.store, secret=given, offered=names)
+        if launch.size == 1:
+            mesh = _mesh_alone(launch, given)
+            mesh.membership = membership
+            return make(mesh)
+        with open_rendezvous(launch, deadline, given) as found:
+            exchange, start = found.exchange, found.start
+            mesh = connect_mesh(
+                Job(launch.job, found.secret, start.number, _privacy(launch, given)),
+                exchange.exchange_addresses,
+                rank=launch.rank,
+                size=launch.size,
+                communicator=start.generation,
+                deadline=deadline,
+                transports=names,
+                interface=found.interface,
+                raise_if_peer_failed=exchange.raise_if_peer_failed,
+                lost_peer_error=lost,
+            )
+            mesh.membership = membership
+            agreed_model.agree(mesh, exchange)
+            return make(mesh)
 
 
-def _meet(
-    launch: LaunchInfo,
-    make: Callable[[Mesh], _Made],
-    timeout: float,
-    transports: Sequence[str] | None,
-    secret: bytes | str | None,
-) -> _Made:
-    environment.check()
-    deadline = Deadline(timeout)
-    names = choose_transports(transports)
-    given_secret = find_secret(secret)
-    generation = _next_generation(launch)
-    membership = Membership(store=launch.store, secret=given_secret, offered=names)
-    if launch.size == 1:
-        start = _own_start(launch, generation)
-        job = Job(launch.job, _secret_alone(launch, given_secret), start.number)
-        alone = connect_mesh(
-            job, _exchange_alone, rank=0, size=1, communicator=generation, deadline=deadline
-        )
-        alone.membership = membership
-        return make(alone)
-    with _meeting(launch, generation, deadline, given_secret) as met:
-        mesh = connect_mesh(
-            Job(launch.job, met.secret, met.start.number, _privacy(launch, given_secret)),
-            met.exchange.exchange_addresses,
-            rank=launch.rank,
-            size=launch.size,
-            communicator=met.start.generation,
-            deadline=deadline,
-            transports=names,
-            interface=met.interface,
-            raise_if_peer_failed=met.exchange.raise_if_peer_failed,
-            lost_peer_error=lost,
-        )
-        mesh.membership = membership
-        agreed_model.agree(mesh, met.exchange)
-        return make(mesh)
+def _mesh_alone(launch: LaunchInfo, secret: bytes | None) -> Mesh:
+    """The mesh of a job of one rank."""
+    start = _own_start(launch, _next_generation(launch))
+    job = Job(launch.job, _secret_alone(launch, secret), start.number)
+    return Mesh(job, 0, 1, start.generation, (host_identity(),), {}, LOOPBACK)
 
 
 def _secret_alone(launch: LaunchInfo, secret: bytes | None) -> bytes:
@@ -119,8 +101,8 @@ def _secret_alone(launch: LaunchInfo, secret: bytes | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The secret and the exchange that ranks share in a meeting, until all have left it."""
+class Rendezvous:
+    """The secret, the start and the exchange that ranks share until all have left."""
 
     exchange: RendezvousExchange
     secret: bytes = field(repr=False)  # of the job
@@ -128,20 +110,18 @@ class Meeting:
     interface: Choice  # at which the others reach this process
 
 
-def meeting(
-    launch: LaunchInfo, deadline: Deadline, secret: bytes | str | None
-) -> contextlib.AbstractContextManager[Meeting]:
-    """A meeting of the processes of `launch`, without a mesh. Every rank calls it, as `meet`."""
-    environment.check()
-    return _meeting(launch, _next_generation(launch), deadline, find_secret(secret))
-
-
 @contextlib.contextmanager
-def _meeting(
-    launch: LaunchInfo, generation: int, deadline: Deadline, secret: bytes | None
-) -> Iterator[Meeting]:
+def open_rendezvous(
+    launch: LaunchInfo, deadline: Deadline, given: bytes | str | None
+) -> Iterator[Rendezvous]:
+    """The rendezvous of the ranks of `launch`, without a mesh; every rank enters it.
+
+    Raises as `rendezvous` does.
+    """
+    environment.check()
+    secret, generation = find_secret(given), _next_generation(launch)
     prefix = f"gradwire/{launch.job}/{'any' if launch.restarts else launch.epoch}"
-    if not launch.rank_0_hosts:  # whose store is a new one in each meeting
+    if not launch.rank_0_hosts:  # whose store is a new one in each rendezvous
         prefix += f"/{generation}"
     with _open_store(launch, secret, prefix, deadline) as (store, known):
         exchange = RendezvousExchange(store, launch, prefix, deadline)
@@ -149,7 +129,8 @@ def _meeting(
         with exchange.abort_on_failure(hosts_store=rank_0_hosts and launch.rank == 0):
             start = _agree_on_start(exchange, launch, generation)
             agreed = exchange.agree_on_secret() if known is None else known
-            yield Meeting(exchange, agreed, start, _choose_interface(exchange, store.route()))
+            interface = _choose_interface(exchange, store.route())
+            yield Rendezvous(exchange, agreed, start, interface)
         _starts[_key_of(launch)] = start.number
 
 
@@ -239,7 +220,7 @@ def _own_store(
         if launch.rank_0_hosts and launch.rank == 0:
             also = _addresses_beyond_loopback(launch, address, secret)
             try:
-                server = StoreServer(address, launch.job, secret, also, one_meeting=True)
+                server = StoreServer(address, launch.job, secret, also, one_rendezvous=True)
             except RendezvousError as error:
                 _tell_other_host(launch, address, secret, prefix, error)
                 raise
@@ -299,10 +280,6 @@ def _leads_to_loopback(address: Address) -> bool:
         return all(is_loopback(str(target[0])) for _, target in address.resolve())
     except OSError:
         return False
-
-
-def _exchange_alone(own: bytes, _: Deadline) -> list[bytes]:
-    return [own]
 
 
 def _next_generation(launch: LaunchInfo) -> int:

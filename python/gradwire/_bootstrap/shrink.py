@@ -35,7 +35,7 @@ resize goes on with a majority alone (`majority`), unless the program gives a nu
 talks to them, and says in its view whom it admits; until then that part of a view is open. Think
 of a view as a set of ranks, and of all joiners that any rank of it might admit in any round: what a
 leader says leaves out all other joiners of its own, a joiner that dies is left out like a rank, and
-when a leader leaves, its joiners leave too. So views still only get smaller (`View.meet`), by
+when a leader leaves, its joiners leave too. So views still only get smaller (`View.intersect`), by
 rounds that end with the time to wait. Joiners state nothing to ranks: a leader sends READY when its
 joiners have told it that they are, so the argument above holds for ranks as it stands. When
 connecting fails and names nobody, all joiners are left out before the ranks give up. A joiner is in
@@ -491,7 +491,7 @@ class _Shrink(Generic[_Made]):
         if self._rank not in view.ranks and not self._is_done():
             self._exclusion = self._excluded_by(peer)
             raise self._exclusion
-        self._shrink_view(self._view.meet(view))
+        self._shrink_view(self._view.intersect(view))
         if kind is MessageKind.TOO_FEW and not self._is_done():
             self._require_majority()
 
@@ -502,7 +502,7 @@ class _Shrink(Generic[_Made]):
         without = before._replace(
             joiners=before.joiners and before.joiners - {p - size for p in out}
         )
-        self._shrink_view(without.meet(View(before.ranks - out, None)))
+        self._shrink_view(without.intersect(View(before.ranks - out, None)))
 
     def _named(self, peers: Iterable[int]) -> str:
         size = self._mesh.size

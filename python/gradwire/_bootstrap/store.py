@@ -38,7 +38,7 @@ MAX_KEY = 512
 MAX_VALUE = 1 << 20
 MAX_TOTAL = 64 << 20
 MAX_LAST_WILL = 4096
-NO_RANK = -1  # of a client that takes part in no meeting
+NO_RANK = -1  # of a client that takes part in no rendezvous
 
 REQUEST = struct.Struct("<BHII")
 ANSWER = struct.Struct("<BI")
@@ -134,7 +134,7 @@ class StoreClient:
     `lost_error` makes the error for a server that is gone. The constructor waits for a server that
     is not there yet; with `listens` it is known to be there, so one that refuses is gone too. One
     that does not answer within `margin` seconds, beyond the time to wait, is lost. `rank` is for
-    the ranks of a meeting: what keeps one of them from the store ends it for all.
+    the ranks of a rendezvous: what keeps one of them from the store ends it for all.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class StoreServer:
 
     The server listens from construction on, so that a process forked in between finds it. Port 0
     takes a free port, see `address`. The server listens at every own address that the host's name
-    stands for, and at those in `also`. With `one_meeting` a rank whose settings exclude the
+    stands for, and at those in `also`. With `one_rendezvous` a rank whose settings exclude the
     server's ends all waits, with that reason; else the rank alone learns of it.
     """
 
@@ -87,7 +87,7 @@ class StoreServer:
         secret: bytes,
         also: Sequence[Address] = (),
         *,
-        one_meeting: bool = False,
+        one_rendezvous: bool = False,
     ) -> None:
         host_timeout()  # raises here for a wrong setting, not in the thread
         self._values: dict[str, bytes] = {}
@@ -96,7 +96,7 @@ class StoreServer:
         self._clients: set[_Client] = set()
         self._departed = threading.Condition()
         self._closing = False
-        self._one_meeting, self._is_over = one_meeting, False
+        self._one_rendezvous, self._is_over = one_rendezvous, False
         self._reason = b""
         listeners = _listen([address, *also])
         self.address = _bound(address, listeners[0])
@@ -161,12 +161,12 @@ class StoreServer:
                 self._handle(key.data)
         for admitted in self._authenticator.poll(0):
             self._add_client(_Client(admitted.sock))
-        self._end_meeting_if_excluded()
+        self._end_if_excluded()
         self._expire()
 
-    def _end_meeting_if_excluded(self) -> None:
+    def _end_if_excluded(self) -> None:
         rank, why = self._authenticator.excluded or (NO_RANK, "")
-        if self._one_meeting and rank != NO_RANK and not self._is_over:
+        if self._one_rendezvous and rank != NO_RANK and not self._is_over:
             self._is_over = True
             self._reason = f"it cannot admit rank {rank} at {why}".encode()
             self._refuse_waiting()

@@ -53,7 +53,7 @@ class View(NamedTuple):
         """The number of ranks and known joiners."""
         return len(self.ranks) + len(self.joiners or ())
 
-    def meet(self, other: View) -> View:
+    def intersect(self, other: View) -> View:
         """The largest view that is within both.
 
         A view is within another if its ranks are, and, with the same leader, its round is later,

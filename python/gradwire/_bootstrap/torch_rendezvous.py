@@ -56,12 +56,12 @@ def store_advertised_by_torch(
 
     Torch's store is at `place`. Returns and raises as `advertised_store`.
     """
-    meeting = _Meeting(launch, place, secret, prefix, deadline)
+    entries = _Entries(launch, place, secret, prefix, deadline)
     failure: bytes | None = None
     try:
-        at = meeting.choose_address() if launch.rank == 0 else None
+        at = entries.choose_address() if launch.rank == 0 else None
         with advertised_store(
-            launch.job, secret, at, meeting.advertise, meeting.find, deadline, rank=launch.rank
+            launch.job, secret, at, entries.advertise, entries.find, deadline, rank=launch.rank
         ) as found:
             yield found
     except BaseException as error:
@@ -69,10 +69,10 @@ def store_advertised_by_torch(
         raise
     finally:
         if launch.rank == 0:
-            meeting.end(failure)
+            entries.end(failure)
 
 
-class _Meeting:
+class _Entries:
     """One rank's entries in torch's store."""
 
     def __init__(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.launch_info import from_environment
-from gradwire._bootstrap.rendezvous import Meeting, meeting
+from gradwire._bootstrap.rendezvous import Rendezvous, open_rendezvous
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import Error, InvalidArgument
@@ -60,7 +60,7 @@ def role(
     Under ``gradwire run --servers`` the servers are there already, and all processes are replicas.
     `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts srun and mpirun
     need a secret, the argument or GRADWIRE_SECRET; under torchrun rank 0 makes one where there is
-    none. `timeout` limits the meeting, in seconds.
+    none. `timeout` limits the rendezvous, in seconds.
 
     Raises InvalidArgument where no process would be left to train, ``--servers`` is another number
     or it was called before, RendezvousError, which names the ranks that are missing, and in a
@@ -92,25 +92,25 @@ def role(
             only=[launch.rank],
             store=store,
             name=name,
-            secret=met.secret or None,
+            secret=found.secret or None,
             snapshot=snapshot,
             every=every,
             timeout=deadline.left,
         )
 
     with contextlib.ExitStack() as ends:
-        with meeting(launch, deadline, secret) as met:
+        with open_rendezvous(launch, deadline, secret) as found:
             first = None
             if launch.rank == 0:
-                first = ends.enter_context(serve(_open_store(met, name, ends)))
-            store = met.exchange.broadcast_from_rank_0(
+                first = ends.enter_context(serve(_open_store(found, name, ends)))
+            store = found.exchange.broadcast_from_rank_0(
                 "servers", lambda: b"" if first is None else first.store.encode()
             ).decode()
             server = first
             if 0 < launch.rank < shards:
                 server = ends.enter_context(serve(store))
-            service = _directory.service(name, store, met.secret or None)
-            client = StoreClient(parse_address(store), service.job, met.secret, deadline)
+            service = _directory.service(name, store, found.secret or None)
+            client = StoreClient(parse_address(store), service.job, found.secret, deadline)
             if server is None:
                 client.set_last_will(_ended(launch.rank), b"ended")
                 client.set(_begun(launch.rank), b"begun")
@@ -125,17 +125,17 @@ def role(
     return Replica(launch.rank - shards, launch.size - shards, shards)
 
 
-def _open_store(met: Meeting, name: str, ends: contextlib.ExitStack) -> str:
+def _open_store(found: Rendezvous, name: str, ends: contextlib.ExitStack) -> str:
     """The URL of the servers' store: on a Unix socket, served here, where all are on this host.
 
     Else at a free port, which the other hosts reach; the server of shard 0 is to listen there.
     """
-    interface = met.interface.interface
+    interface = found.interface.interface
     if not interface.loopback:
         return str(Address("tcp", interface.address, 0))
     address = Address("unix", f"gradwire-{secrets.token_hex(8)}")
-    service = _directory.service(name, str(address), met.secret or None)
-    ends.enter_context(StoreServer(address, service.job, met.secret))
+    service = _directory.service(name, str(address), found.secret or None)
+    ends.enter_context(StoreServer(address, service.job, found.secret))
     return service.store
 
 

@@ -65,7 +65,7 @@ class Server:
         counts; without both, one for processes of this host and user is made: see the attribute
         `store`. `name` tells several services of a job apart. `secret` keeps strangers out, as for
         `gradwire.init`. Into the folder `snapshot` each shard writes its state `every` so many
-        seconds, and begins with what it finds there. `timeout` limits the meeting, in seconds.
+        seconds, and begins with what it finds there. `timeout` limits the rendezvous, in seconds.
 
         Raises InvalidArgument, RendezvousError, and OSError for a snapshot that cannot be read.
         """

@@ -284,12 +284,12 @@ def view(ranks: str, joiners: str | None = "", number: int = 0) -> View:
         (view("012", "01"), view("3"), View(frozenset())),
     ],
 )
-def test_views_meet(one: View, other: View, both: View) -> None:
-    assert one.meet(other) == other.meet(one) == both
-    assert both.meet(one) == both.meet(other) == both.meet(both) == both
+def test_views_intersect(one: View, other: View, both: View) -> None:
+    assert one.intersect(other) == other.intersect(one) == both
+    assert both.intersect(one) == both.intersect(other) == both.intersect(both) == both
 
 
-def test_views_meet_in_any_order() -> None:
+def test_views_intersect_in_any_order() -> None:
     dice = random.Random(3)
     for _ in range(2000):
         views = [
@@ -300,7 +300,7 @@ def test_views_meet_in_any_order() -> None:
             for _ in range(3)
         ]
         a, b, c = views
-        assert a.meet(b).meet(c) == a.meet(b.meet(c))
+        assert a.intersect(b).intersect(c) == a.intersect(b.intersect(c))
 
 
 @pytest.mark.parametrize(

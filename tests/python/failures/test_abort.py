@@ -199,7 +199,7 @@ def test_ctrl_c_ends_init_and_the_others_are_told(interrupted: int) -> None:
             interrupt_later(watch)
         kind = KeyboardInterrupt if rank == interrupted else (RendezvousError, TransportError)
         with pytest.raises(kind) as raised:
-            rendezvous(place, timeout=60)
+            rendezvous(place, lambda mesh: mesh, timeout=60)
         late = watch.seconds
         assert rank == interrupted or f"rank {interrupted}" in str(raised.value)
         return late

@@ -241,7 +241,7 @@ def test_nothing_is_left_of_a_rendezvous_that_failed() -> None:
 
     def meet(launch: LaunchInfo) -> None:
         with pytest.raises(RendezvousError, match="rank 2"):
-            rendezvous(launch, timeout=0.05)
+            rendezvous(launch, lambda mesh: mesh, timeout=0.05)
 
     def live_once() -> None:
         store = f"unix://gradwire-test-{secrets.token_hex(8)}"

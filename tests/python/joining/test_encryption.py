@@ -205,11 +205,11 @@ def let_clients_say(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "side_of", side_of)
 
 
-def test_a_client_that_is_no_rank_ends_no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_is_no_rank_ends_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program with the secret and another setting is refused alone."""
     address = Address("tcp", "127.0.0.1", 0)
     let_clients_say(Setting.ON, monkeypatch)
-    with StoreServer(address, "job", SECRET, one_meeting=True) as server:
+    with StoreServer(address, "job", SECRET, one_rendezvous=True) as server:
         client = StoreClient(server.address, "job", SECRET, Deadline(LIMIT), rank=0)
         let_clients_say(Setting.OFF, monkeypatch)
         for rank in (NO_RANK, 1):

@@ -57,7 +57,7 @@ def test_no_repr_shows_a_secret(record: type) -> None:
 
 def test_the_records_with_a_secret_are_known() -> None:
     assert {each.__name__ for each in records()} == {
-        *("Endpoint", "Job", "Meeting", "Membership", "Service", "JoinOptions", "ListenerEntry")
+        *("Endpoint", "Job", "Rendezvous", "Membership", "Service", "JoinOptions", "ListenerEntry")
     }
 
 

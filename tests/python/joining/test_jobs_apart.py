@@ -95,7 +95,7 @@ def launches(size: int) -> list[LaunchInfo]:
 
 def meet(places: Sequence[LaunchInfo]) -> list[Future[Mesh]]:
     with ThreadPoolExecutor(len(places)) as pool:
-        return [pool.submit(rendezvous, each, timeout=LIMIT) for each in places]
+        return [pool.submit(rendezvous, each, lambda mesh: mesh, timeout=LIMIT) for each in places]
 
 
 def starts_of(found: Sequence[Future[Mesh]]) -> set[int]:
@@ -130,5 +130,5 @@ def test_ranks_meet_that_have_tried_another_number_of_times() -> None:
     """Where rank 0 had not begun, another rank may have given up and tried again."""
     places = launches(2)
     with pytest.raises(RendezvousError, match="is rank 0 running"):
-        rendezvous(places[1], timeout=0.1)
+        rendezvous(places[1], lambda mesh: mesh, timeout=0.1)
     assert len(starts_of(meet(places))) == 1

@@ -16,7 +16,7 @@ import gradwire
 import pytest
 from elastic_job import Process
 from gradwire._base import environment
-from gradwire._bootstrap import connect
+from gradwire._bootstrap import rendezvous
 from gradwire._errors import RendezvousError
 from gradwire._tools import doctor
 from ranks import LIMIT, reserved_store
@@ -127,7 +127,7 @@ def test_what_the_system_refuses_is_an_error_with_its_cause(
     def no_proc() -> str:
         raise FileNotFoundError(errno.ENOENT, "No such file", "/proc/self/ns/net")
 
-    monkeypatch.setattr(connect, "host_identity", no_proc)
+    monkeypatch.setattr(rendezvous, "host_identity", no_proc)
     with pytest.raises(RendezvousError, match=r"rank 0 of 1 .*cannot connect: .*/proc") as raised:
         gradwire.init()
     assert isinstance(raised.value.__cause__, FileNotFoundError)

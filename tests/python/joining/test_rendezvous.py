@@ -62,7 +62,7 @@ def meet(
     places: Sequence[LaunchInfo], timeout: float = 20, **options: object
 ) -> list[Future[Mesh]]:
     calls = [
-        lambda place=place: rendezvous(place, timeout=timeout, **options)  # type: ignore[misc]
+        lambda place=place: rendezvous(place, lambda mesh: mesh, timeout=timeout, **options)  # type: ignore[misc]
         for place in places
     ]
     return on_threads(calls)
@@ -134,7 +134,7 @@ def test_one_can_meet_again_and_again_under_the_same_name(closing: Closing) -> N
     places = launches(3)
 
     def thrice(place: LaunchInfo) -> list[Mesh]:
-        return [rendezvous(place, timeout=20) for _ in range(3)]
+        return [rendezvous(place, lambda mesh: mesh, timeout=20) for _ in range(3)]
 
     with ThreadPoolExecutor(3) as pool:
         rounds = list(pool.map(thrice, places))
@@ -291,8 +291,8 @@ def test_strangers_do_not_disturb_a_rendezvous(
 def test_ranks_with_different_secrets_are_told_so() -> None:
     places = launches(2)
     calls = [
-        lambda: rendezvous(places[0], timeout=1, secret=b"a" * 16),
-        lambda: rendezvous(places[1], timeout=1, secret=b"b" * 16),
+        lambda: rendezvous(places[0], lambda mesh: mesh, timeout=1, secret=b"a" * 16),
+        lambda: rendezvous(places[1], lambda mesh: mesh, timeout=1, secret=b"b" * 16),
     ]
     errors = [str(future.exception()) for future in on_threads(calls)]
     assert "did not appear" in errors[0]
@@ -394,7 +394,7 @@ def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[F
 
     def call(place: LaunchInfo) -> Mesh:
         identity.name = f"host {place.rank}"
-        return rendezvous(place, timeout=2, **options)  # type: ignore[arg-type]
+        return rendezvous(place, lambda mesh: mesh, timeout=2, **options)  # type: ignore[arg-type]
 
     return on_threads([lambda place=place: call(place) for place in launches(2)])
 
@@ -546,13 +546,13 @@ def test_a_secret_file_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_over_tcp_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     place = explicit(1, 2, f"tcp://{host}:9")
     with pytest.raises(RendezvousError, match=r"there is no secret.*`export GRADWIRE_SECRET="):
-        rendezvous(place, timeout=0.1)
+        rendezvous(place, lambda mesh: mesh, timeout=0.1)
     monkeypatch.setenv("GRADWIRE_INSECURE", "1")
     with pytest.raises(RendezvousError, match="could not reach the store"):
-        rendezvous(place, timeout=0.1)
+        rendezvous(place, lambda mesh: mesh, timeout=0.1)
 
 
-def test_a_secret_is_made_for_each_meeting_where_none_is_given(closing: Closing) -> None:
+def test_a_secret_is_made_for_each_rendezvous_where_none_is_given(closing: Closing) -> None:
     places = launches(2)
     found = [{mesh.job.secret for mesh in closing(meet(places))} for _ in range(2)]
     assert [len(each) for each in found] == [1, 1]
@@ -571,7 +571,7 @@ import os
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import from_environment
-mesh = rendezvous(from_environment(), timeout=60)
+mesh = rendezvous(from_environment(), lambda mesh: mesh, timeout=60)
 control = next(iter(mesh.peers.values())).control
 control.sendall(b"x")
 assert control.recv(1) == b"x"

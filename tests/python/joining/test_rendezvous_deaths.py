@@ -136,7 +136,9 @@ def assert_all_name(
         if rank == victim:
             stage()
         with pytest.raises(gradwire.TransportError) as raised:
-            rendezvous.meet(replace(base, rank=rank), make, timeout=60, transports=[transport])
+            rendezvous.rendezvous(
+                replace(base, rank=rank), make, timeout=60, transports=[transport]
+            )
         return own_time(), raised.value
 
     with contextlib.ExitStack() as stack:
@@ -169,7 +171,7 @@ def test_through_torchs_store_all_hear_of_a_rank_that_gives_up(
     def body(rank: int) -> str:
         place = LaunchInfo(rank, P, store=torchs_store, local_size=P)
         with pytest.raises((gradwire.RendezvousError, SystemExit)) as raised:
-            rendezvous.rendezvous(place, timeout=60)
+            rendezvous.rendezvous(place, lambda mesh: mesh, timeout=60)
         return str(raised.value)
 
     begun = time.monotonic()
@@ -185,7 +187,7 @@ def test_who_comes_late_hears_why_rank_0_gave_up(torchs_store: str) -> None:
     place = LaunchInfo(0, 2, store=torchs_store, local_size=2)
     for rank in range(2):
         with pytest.raises(gradwire.RendezvousError, match="rank 1 of 2 did not appear"):
-            rendezvous.rendezvous(replace(place, rank=rank), timeout=0.3)
+            rendezvous.rendezvous(replace(place, rank=rank), lambda mesh: mesh, timeout=0.3)
 
 
 def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) -> None:
@@ -193,14 +195,14 @@ def test_who_comes_after_rank_0_was_killed_is_told_at_once(torchs_store: str) ->
 
     def announce(_: object) -> None:
         _exchange.RendezvousExchange.abort_on_failure = die  # type: ignore[method-assign]
-        rendezvous.rendezvous(place, timeout=60)
+        rendezvous.rendezvous(place, lambda mesh: mesh, timeout=60)
 
     first = Rank(None, announce)
     first.died()
     first.close()
     began = own_time()
     with pytest.raises(gradwire.TransportError, match=r"the store at unix://.* is gone") as raised:
-        rendezvous.rendezvous(replace(place, rank=1), timeout=60)
+        rendezvous.rendezvous(replace(place, rank=1), lambda mesh: mesh, timeout=60)
     assert raised.value.peer == 0
     assert own_time() - began < SOON
 
@@ -210,7 +212,7 @@ def test_rank_0_waits_for_how_others_reach_a_store_that_is_on_its_host(torchs_st
     place = LaunchInfo(0, 3, store=torchs_store)
 
     def body(rank: int) -> str:
-        mesh = rendezvous.rendezvous(replace(place, rank=rank), timeout=20)
+        mesh = rendezvous.rendezvous(replace(place, rank=rank), lambda mesh: mesh, timeout=20)
         mesh.close()
         return str(mesh.interface)
 
@@ -224,7 +226,9 @@ def test_ranks_that_do_not_all_have_the_secret_are_told(torchs_store: str) -> No
     def body(rank: int) -> str:
         secret = b"0123456789abcdef" if rank == 0 else None
         with pytest.raises(gradwire.RendezvousError) as raised:
-            rendezvous.rendezvous(replace(place, rank=rank), timeout=1, secret=secret)
+            rendezvous.rendezvous(
+                replace(place, rank=rank), lambda mesh: mesh, timeout=1, secret=secret
+            )
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as pool:

@@ -14,7 +14,7 @@ from elastic_job import SECRET
 from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake
-from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.handshake import RefusalLog
 from ranks import reserved_store
 
@@ -114,7 +114,7 @@ def run_it() -> None:
 
 
 def group() -> None:
-    meet_in_group(0, 2, lambda own: [own, own], lambda mesh: None, Deadline(5))
+    rendezvous_in_group(0, 2, lambda own: [own, own], lambda mesh: None, Deadline(5))
 
 
 ENTRIES = [init_alone, join_it, serve_it, serve_by_command, run_it, group]

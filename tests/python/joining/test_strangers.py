@@ -22,7 +22,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake, join_listener, torch_rendezvous
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
 from gradwire._bootstrap.connect import connect_mesh, listen
-from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.handshake import Authenticator, RefusalLog
 from gradwire._bootstrap.join_listener import ListenerEntry, entry_key, unpack_entry
 from gradwire._bootstrap.launch_info import LaunchInfo
@@ -90,7 +90,7 @@ def meet_by(store: str, **place: Any) -> list[Mesh]:
     base = replace(LaunchInfo(0, 2, "torchrun", "job", store=store), **place)
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(base, rank=rank) for rank in range(2)]
-        return list(pool.map(lambda each: rendezvous(each, timeout=30), ranks))
+        return list(pool.map(lambda each: rendezvous(each, lambda mesh: mesh, timeout=30), ranks))
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -133,7 +133,7 @@ def test_the_secret_of_a_process_group_is_not_in_what_its_ranks_exchange() -> No
             mesh.close()
             return mesh.job.secret
 
-        return meet_in_group(rank, 2, all_gather_of(rank), make, Deadline(30))
+        return rendezvous_in_group(rank, 2, all_gather_of(rank), make, Deadline(30))
 
     with ThreadPoolExecutor(2) as pool:
         known = set(pool.map(body, range(2)))
@@ -173,7 +173,7 @@ def test_on_one_host_no_stranger_takes_the_place_of_rank_0(torchs_store: str) ->
         stranger.set("gradwire/job/0/0/store/0", f"{evil.address} -".encode())
         place = LaunchInfo(1, 2, "torchrun", "job", store=torchs_store, local_size=2)
         with pytest.raises(RendezvousError, match="all ranks are on this host, and the store"):
-            rendezvous(place, timeout=30)
+            rendezvous(place, lambda mesh: mesh, timeout=30)
 
 
 # A question as everybody can make it, with a public key with which all agree on zeros.

@@ -71,7 +71,7 @@ def test_a_store_that_goes_is_lost_with_a_line() -> None:
 
 
 def test_the_store_of_a_group_that_goes_is_lost_with_a_line() -> None:
-    from gradwire.torch.backend.meeting import _StoreExchange
+    from gradwire.torch.backend.rendezvous import _StoreExchange
 
     torchs = server()
     client = dist.TCPStore("127.0.0.1", torchs.port, 2, False, timedelta(seconds=60))

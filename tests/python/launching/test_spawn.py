@@ -291,7 +291,7 @@ def test_wrong_arguments_are_refused() -> None:
         spawn(print, 1, transports=["ib"])
 
 
-def test_an_acceptor_that_fails_ends_the_meeting(monkeypatch: pytest.MonkeyPatch):
+def test_an_acceptor_that_fails_ends_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object) -> None:
         raise OSError(9, "Bad file descriptor")
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire import _core
-from gradwire.torch.backend import meeting
+from gradwire.torch.backend import rendezvous
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -100,7 +100,7 @@ def lose_a_rank() -> list[tuple[str, str, int]]:
     """
     calls = []
     for place in PLACES:
-        meeting._world.family = _core.Family()
+        rendezvous._world.family = _core.Family()
         calls.append(place())
     dist.barrier()
     if dist.get_rank() == 1:
@@ -271,7 +271,7 @@ def test_all_groups_end_and_a_new_one_goes_on(ranks: int) -> None:
         assert found == [("TransportError", 1, 1)] * 2 + [("TransportError", -1, 1)]
 
 
-def no_first_meeting(store: str) -> str | None:
+def no_rendezvous(store: str) -> str | None:
     """Rank 1 never calls init_process_group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     waiting = dist.distributed_c10d._get_default_store()
@@ -295,7 +295,7 @@ def no_first_meeting(store: str) -> str | None:
 
 @sizes
 def test_a_rank_that_does_not_come_to_the_first_group_is_named(ranks: int, tmp_path: Path) -> None:
-    ended = torch_ranks.run(ranks, no_first_meeting, str(tmp_path / "store"), backend="gradwire")
+    ended = torch_ranks.run(ranks, no_rendezvous, str(tmp_path / "store"), backend="gradwire")
     for text in (text for rank, text in enumerate(ended) if rank != 1):
         assert re.search(r"ranks? [\d, ]*\b1\b.* did not appear", text), text
 

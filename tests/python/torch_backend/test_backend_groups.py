@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire._base.deadline import Deadline
 from gradwire.torch import Options
-from gradwire.torch.backend import creation, meeting
+from gradwire.torch.backend import creation, rendezvous
 from ranks import LIMIT, eventually
 from torch_pool import Pool
 from torch_versions import SPLITS, WRAPS, endpoint_of
@@ -302,7 +302,7 @@ def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture
     first = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     second = dist.TCPStore("127.0.0.1", first.port, 2, is_master=False)
     early, late = (
-        meeting._StoreExchange(store, rank, 2, Deadline(LIMIT))
+        rendezvous._StoreExchange(store, rank, 2, Deadline(LIMIT))
         for rank, store in enumerate((first, second))
     )
     found: list[list[bytes]] = []
@@ -322,7 +322,7 @@ def test_a_rank_given_twice_is_told_to_all_that_wait() -> None:
 
     def meet(rank: int) -> BaseException | None:
         return pool.submit(
-            lambda: meeting._StoreExchange(store, rank, 3, limit).all_gather(b"")
+            lambda: rendezvous._StoreExchange(store, rank, 3, limit).all_gather(b"")
         ).exception()
 
     with ThreadPoolExecutor(6) as pool:

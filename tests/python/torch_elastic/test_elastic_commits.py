@@ -67,7 +67,7 @@ def test_residuals_of_a_broken_step_are_as_they_were() -> None:
 def failing_on_one_rank() -> Any:
     """Both ranks have averages in a step, and then rank 1 fails, before it tells rank 0 so."""
     model, optimizer, session = made()
-    averager, meet = session._averager, session._averager._meet
+    averager, meet = session._averager, session._averager._barrier
     store = dist.distributed_c10d._get_default_store()
 
     def then_fail() -> gradwire.Error | None:
@@ -82,7 +82,7 @@ def failing_on_one_rank() -> Any:
         averager._error = gradwire.TransportError("a link broke")
         return None
 
-    averager._meet = then_fail  # type: ignore[method-assign]
+    averager._barrier = then_fail  # type: ignore[method-assign]
     return train(model, optimizer, session)
 
 

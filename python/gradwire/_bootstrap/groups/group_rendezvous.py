@@ -45,7 +45,7 @@ _Made = TypeVar("_Made")
 _log = logging.getLogger("gradwire")
 
 
-def meet_in_group(
+def rendezvous_in_group(
     rank: int,
     size: int,
     all_gather: Callable[[bytes], list[bytes]],
@@ -61,10 +61,10 @@ def meet_in_group(
     """
     environment.check()
     with told(f"rank {rank} of {size} of a process group ({process_name()})"):
-        return _meet(rank, size, all_gather, make, deadline)
+        return _connect(rank, size, all_gather, make, deadline)
 
 
-def _meet(
+def _connect(
     rank: int,
     size: int,
     all_gather: Callable[[bytes], list[bytes]],

@@ -10,12 +10,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from gradwire._base.arguments import instance, seconds
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, RendezvousError, first_line
 from gradwire.torch.backend.endpoint import endpoint_of
-from gradwire.torch.backend.meeting import join_world
+from gradwire.torch.backend.rendezvous import join_world
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -35,7 +35,7 @@ def communicator_of(group: dist.ProcessGroup, timeout: float | None = None) -> C
 
     The group carries the secret that rank 0 makes without a GRADWIRE_SECRET. A failure ends the
     groups of the backend gradwire in this process too, and theirs ends this one. Raises as
-    `meet_in_group` does.
+    `rendezvous_in_group` does.
     """
     timeout = timeout_of(group) if timeout is None else seconds(timeout)
     deadline = Deadline(timeout)
@@ -45,7 +45,7 @@ def communicator_of(group: dist.ProcessGroup, timeout: float | None = None) -> C
         mesh.job_ranks = job_ranks
         return from_mesh(mesh, timeout=timeout)
 
-    made = meet_in_group(
+    made = rendezvous_in_group(
         group.rank(),
         group.size(),
         lambda data: _all_gather_bytes(group, data, deadline),

@@ -21,10 +21,10 @@ from gradwire.torch.backend.activation_codec import ActivationCodec
 from gradwire.torch.backend.coalesced import CoalescedCollectives
 from gradwire.torch.backend.collectives import Collectives, Tensors
 from gradwire.torch.backend.endpoint import Endpoint
-from gradwire.torch.backend.meeting import connect
 from gradwire.torch.backend.operations import Operation
 from gradwire.torch.backend.options import Options
 from gradwire.torch.backend.point_to_point import PointToPoint
+from gradwire.torch.backend.rendezvous import connect
 from gradwire.torch.backend.tracing import hide_from_dynamo
 
 

@@ -12,8 +12,8 @@ from gradwire._autoload import BACKEND, DEVICES
 from gradwire._base.arguments import wrong
 from gradwire._errors import InvalidArgument
 from gradwire.torch.backend import versions
-from gradwire.torch.backend.meeting import connect
 from gradwire.torch.backend.options import Options
+from gradwire.torch.backend.rendezvous import connect
 
 _HELPER = "_new_process_group_helper"  # torch's caller of `create`
 

@@ -119,7 +119,7 @@ class Averager:
             self._note_error(self._share_buffers)
         self._note_error(exchange.wait_to_round)
         if confirms and self._error is None and not self._gpus:
-            self._unconfirmed = self._meet()
+            self._unconfirmed = self._barrier()
         self._note_error(exchange.wait)
         self._await_gpus()
         if self._error is not None:
@@ -128,7 +128,7 @@ class Averager:
 
     def confirm(self) -> None:
         """Returns when all ranks have finished the step; raises what a failed rank raises."""
-        error = self._meet() if self._gpus else self._unconfirmed
+        error = self._barrier() if self._gpus else self._unconfirmed
         if error is not None:
             raise error
 
@@ -212,7 +212,7 @@ class Averager:
         if self._gpus and self._error is None:
             self._note_error(self._adopted.communicator._require_success_on_gpu)
 
-    def _meet(self) -> Error | None:
+    def _barrier(self) -> Error | None:
         try:
             self._adopted.communicator.barrier()
         except Error as error:

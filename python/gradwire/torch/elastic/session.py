@@ -110,7 +110,7 @@ class Session:
         self._has_state = not self._joined and comm.rank == 0
         self._comm = comm
         try:
-            if self._lacks_ranks(comm) or not self._meet():
+            if self._lacks_ranks(comm) or not self._report():
                 self._reform()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -264,7 +264,7 @@ class Session:
         """
         while True:
             self._resize()
-            if self._meet():
+            if self._report():
                 return
 
     def _resize(self) -> None:
@@ -287,7 +287,7 @@ class Session:
                 "session a longer timeout=)"
             ) from self._failure
 
-    def _meet(self) -> bool:
+    def _report(self) -> bool:
         """Reports to the other ranks, and does what all decide; returns False if one failed.
 
         A step under way ends here.

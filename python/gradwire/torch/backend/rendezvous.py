@@ -1,4 +1,4 @@
-"""The first meeting of a group's ranks, through the store that torch gives the group.
+"""The rendezvous of a group's ranks, through the store that torch gives the group.
 
 Keys outlive a group, and later groups may have the same name: those of the next WORLD, or of the
 same rank started anew. A rank that read an old key would dial an address where nobody listens. So
@@ -16,7 +16,7 @@ from typing import Any
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.groups.group_rendezvous import meet_in_group
+from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.host_info import process_name
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
@@ -48,7 +48,7 @@ def connect(options: Any, chosen: str) -> Communicator:
     process, and theirs will end this one.
     """
     try:
-        made = _meet(options, chosen)
+        made = _rendezvous(options, chosen)
     except TransportError as error:
         job_ranks = options.global_ranks_in_group
         if job_ranks and error.peer >= 0:
@@ -68,7 +68,7 @@ def join_world(communicator: Communicator) -> None:
     communicator._core.join(_world.family)
 
 
-def _meet(options: Any, chosen: str) -> Communicator:
+def _rendezvous(options: Any, chosen: str) -> Communicator:
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout.total_seconds()
     deadline = Deadline(timeout)
@@ -92,7 +92,7 @@ def _meet(options: Any, chosen: str) -> Communicator:
         return make(mesh)
     exchange = _StoreExchange(options.store, rank, size, deadline)
     _require_alike([each.decode() for each in exchange.all_gather(chosen.encode())])
-    return meet_in_group(rank, size, exchange.all_gather, make, deadline)
+    return rendezvous_in_group(rank, size, exchange.all_gather, make, deadline)
 
 
 def _require_alike(chosen: Sequence[str]) -> None:
