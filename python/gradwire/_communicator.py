@@ -14,19 +14,20 @@ from gradwire._arrays.operands import device_of, on_cpu, writable, written
 from gradwire._base import arguments, stops
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import shrink as _shrink
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.groups import split as _split
 from gradwire._bootstrap.join_listener import JoinListener
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.resize import (
+    ResizeOptions,
     has_room,
     open_listener,
     require_secret_to_join,
+    resize,
     resize_options,
-    transports_of,
 )
+from gradwire._bootstrap.shrink import shrink
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
@@ -364,7 +365,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         However few survive, they go on: when the network between hosts is cut, each part does, by
         itself. Compare ``size`` with that before, or call `resize`, which wants a majority.
         """
-        return self._regroup(self._seconds(timeout), None, self._mesh.transports)
+        return self._regroup(self._seconds(timeout), None)
 
     def resize(
         self,
@@ -401,7 +402,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
             if store is not None and options.listener is not None:
                 options.listener.announce(store)
             self._leave(limit)
-            made = self._regroup(limit, options, transports_of(self._mesh))
+            made = self._regroup(limit, options)
         except BaseException:
             if options.listener is not None:
                 options.listener.close()
@@ -422,12 +423,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
             pass  # a rank died now, or was through the barrier, and has ended this before
         self._core.abort(f"rank {self.rank} resizes")
 
-    def _regroup(
-        self,
-        timeout: float,
-        options: _shrink.ResizeOptions | None,
-        transports: Sequence[str],
-    ) -> Communicator:
+    def _regroup(self, timeout: float, options: ResizeOptions | None) -> Communicator:
         def make(mesh: Mesh, connect_timeout: float) -> Communicator:
             mesh.model = self._mesh.model
             return from_mesh(mesh, timeout=self._timeout, connect_timeout=connect_timeout)
@@ -437,9 +433,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._track.release()
         stops.release(self)
         self._close_listener()
-        return _shrink.shrink(
-            self._mesh, links, make, transports=transports, timeout=timeout, options=options
-        )
+        if options is not None:
+            return resize(self._mesh, links, make, options, timeout=timeout)
+        return shrink(self._mesh, links, make, timeout=timeout)
 
     def _use_listener(self, listener: JoinListener) -> None:
         """Has the listener request a resize when a process asks to join and there is room."""

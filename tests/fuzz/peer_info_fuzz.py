@@ -21,6 +21,7 @@ from gradwire._bootstrap import (
     joining,
     mesh,
     rendezvous_exchange,
+    survivor_links,
 )
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
@@ -92,7 +93,7 @@ def test_one_input(data: bytes) -> None:
         assert joining.unpack_invitation(invitation.pack()) == invitation
         assert 0 <= invitation.rank < invitation.size
     with contextlib.suppress(ValueError):
-        assert len(joining.unpack_addresses(data, 2, 1).addresses) == 2
+        assert len(survivor_links.unpack_addresses(data, 2, 1).addresses) == 2
 
 
 cover(
@@ -103,6 +104,7 @@ cover(
     host_info,
     mesh,
     rendezvous_exchange,
+    survivor_links,
     join_listener,
     _model,
 )

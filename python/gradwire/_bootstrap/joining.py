@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
@@ -44,12 +44,15 @@ from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.survivor_links import (
+    MAX_NUMBER,
     MOST_RANKS,
     LinkEnded,
     Message,
     MessageKind,
     SurvivorLinks,
     View,
+    unpack_addresses,
+    unpack_object,
 )
 from gradwire._bootstrap.through_torch.torch_store import connect_by_url
 from gradwire._errors import Error, JobOver, RendezvousError, describe
@@ -68,7 +71,6 @@ _OVER_SECONDS = 2.0  # in which members that go on after rank 0 has left open an
 # there, or somebody who has kept it writes it again: a listener's next entry comes in this time.
 _STORED_OVER_SECONDS = RENEW_SECONDS + _ANSWER_SECONDS
 _LOOK_SECONDS = 0.2  # between two looks for that one
-_LARGEST = 1 << 31
 
 _log = logging.getLogger("gradwire")
 
@@ -127,11 +129,11 @@ class Invitation:
 
 def unpack_invitation(data: bytes) -> Invitation:
     """Decodes a leader's invitation; raises ValueError for anything else."""
-    fields = _object(data)
+    fields = unpack_object(data)
     numbers = [fields.get(name) for name in ("rank", "size", "communicator", "epoch", "joined")]
     if not all(type(each) is int and 0 <= each < 1 << 32 for each in numbers):
         raise ValueError("a number in it is missing or out of range")
-    if not 0 <= fields["rank"] < fields["size"] < _LARGEST:
+    if not 0 <= fields["rank"] < fields["size"] < MAX_NUMBER:
         raise ValueError("its rank is not within its size")
     if not isinstance(fields.get("seconds"), float | int) or not 0 < fields["seconds"] < 1e6:
         raise ValueError("its time is missing or out of range")
@@ -141,44 +143,6 @@ def unpack_invitation(data: bytes) -> Invitation:
         return Invitation(**fields)
     except TypeError as error:
         raise ValueError(str(error)) from None
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Packed AddressInfos, and numbers in the job: of joiners from a leader, of all to a joiner."""
-
-    addresses: list[bytes]
-    job_ranks: list[int] = field(default_factory=list)
-
-    def pack(self) -> bytes:
-        """Encodes both as JSON."""
-        texts = [each.decode() for each in self.addresses]
-        return json.dumps({"addresses": texts, "job_ranks": self.job_ranks}).encode()
-
-
-def unpack_addresses(data: bytes, addresses: int, job_ranks: int) -> Addresses:
-    """Decodes so many addresses and numbers; raises ValueError for anything else."""
-    found = _object(data)
-    texts, numbers = found.get("addresses"), found.get("job_ranks")
-    if not isinstance(texts, list) or not isinstance(numbers, list):
-        raise ValueError("a list in it is missing")
-    if len(texts) != addresses or len(numbers) != job_ranks:
-        raise ValueError("it has another number of members")
-    if not all(isinstance(each, str) for each in texts):
-        raise ValueError("an address is no text")
-    if not all(type(each) is int and 0 <= each < _LARGEST for each in numbers):
-        raise ValueError("a rank of the job is out of range")
-    return Addresses([each.encode() for each in texts], numbers)
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except RecursionError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    return found
 
 
 def join(options: JoinOptions, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:

@@ -1,47 +1,8 @@
-"""shrink, resize: ranks of an ended communicator agree on who they are, and connect anew.
+"""shrink: ranks of an ended communicator agree on who they are, and connect anew.
 
 They talk over the control sockets that still live (`survivor_links`), without a store, since the
-rank that served it may be the one that died. Every rank holds a *view*: the ranks that it takes to
-be alive. A view only gets smaller: when a link ends, when a rank is silent for too long, and by
-every rank that a peer within the view leaves out of its own. Each change is sent to all. For a
-view V:
-
-1. V is agreed when every rank of V has sent V. Then they exchange addresses (ADDRESS), connect,
-   which gives each rank a candidate communicator, and send READY. If V shrinks meanwhile, they
-   begin again.
-2. A rank is done with V when all of V have sent READY while its own view is V, or when a rank of
-   its view sends DONE(V) and it holds a candidate for V. It sends DONE(V) to all, then closes its
-   links. It drops a candidate only when a smaller view is agreed.
-
-It terminates: views shrink at most p - 1 times, and every wait ends with a message, with the end of
-a link, or with leaving out a silent rank. A waiting rank repeats its view now and then, so that
-only a rank that is connecting, for a limited time, or that is stuck, sends nothing. When connecting
-fails, a rank first waits for a message of every other rank: a stuck rank is left out, then the rank
-that the error names, if any. A view is tried once: a rank sends READY for it at most once.
-
-Survivors agree: suppose that s drops its candidate for V because V' is agreed, and that t of V' is
-done with V. t sent V', and not after it was done. So when it was done its view was within V'; hence
-it did not count READYs, and the rank that sent DONE(V) to it is in V' too, and was done with V
-before. The same holds for that rank, and so on without a first: there is no such t. And nobody
-misses a DONE: a rank sends it before it closes its links, and a link keeps its order.
-
-This holds when silence means death. A rank that lives and was left out, because it was stopped or
-came late, is told so and raises. If it was done with V, it notices it as it sends DONE: the others'
-last views are without it, and their links end without a DONE.
-Hosts that cannot reach each other take each other to be dead. After a shrink each side goes on. A
-resize goes on with a majority alone (`majority`), unless the program gives a number of ranks.
-
-**Joiners** are processes that join in a resize. The lowest rank of a view is its *leader*: it alone
-talks to them, and says in its view whom it admits; until then that part of a view is open. Think
-of a view as a set of ranks, and of all joiners that any rank of it might admit in any round: what a
-leader says leaves out all other joiners of its own, a joiner that dies is left out like a rank, and
-when a leader leaves, its joiners leave too. So views still only get smaller (`View.intersect`), by
-rounds that end with the time to wait. Joiners state nothing to ranks: a leader sends READY when its
-joiners have told it that they are, so the argument above holds for ranks as it stands. When
-connecting fails and names nobody, all joiners are left out before the ranks give up. A joiner is in
-when its leader, done with V, tells it. One whose leader vanishes before drops its candidate and
-asks again; if ranks were done with V, they have a communicator with a dead rank in it, which
-fails, and the next resize leaves it out.
+rank that served it may be the one that died. docs/design/agreement.md has the protocol, and why it
+terminates and survivors agree. `resize` is the same agreement with joiners, in its own file.
 """
 
 from __future__ import annotations
@@ -50,34 +11,27 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from gradwire._base.deadline import Deadline
-from gradwire._base.majority import is_majority, no_majority
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.join_listener import Joiner, JoinListener
-from gradwire._bootstrap.joining import Addresses, Invitation, unpack_addresses
-from gradwire._bootstrap.mesh import Mesh, unpack_address_info
+from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.survivor_links import (
-    MOST_JOINERS,
+    Addresses,
     LinkEnded,
     Message,
     MessageKind,
     SurvivorLinks,
     View,
+    unpack_addresses,
 )
-from gradwire._errors import Error, RendezvousError, Timeout, TransportError, describe, naming
-from gradwire._model import pack
+from gradwire._errors import Error, Timeout, TransportError, naming
 
 _LEAST_CONNECT_SECONDS = 5.0  # that connecting may take, however short the timeout is
 _MOST_CONNECT_SECONDS = 30.0  # the same, however long it is
 _REPEAT_SECONDS = 1.0  # after which a waiting rank sends its view again
 _DEATH_REPORT_SECONDS = 2.0  # in which the death that made connecting fail becomes known
 _DONE_SECONDS = 1.0  # for the others' DONE, at the end
-_JOINER_SECONDS = 5.0  # in which a joiner answers an invitation
-_LOOK_SECONDS = 0.05  # between two looks for joiners
-_MOST_ROUNDS = 255
 
 _log = logging.getLogger("gradwire")
 
@@ -86,56 +40,41 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-_Made = TypeVar("_Made", bound=_Closable)
+Made = TypeVar("Made", bound=_Closable)
 
 
-class _ViewChanged(Exception):
+class ViewChanged(Exception):
     """Raised when this rank's view is no longer the one that an attempt was for."""
-
-
-@dataclass
-class ResizeOptions:
-    """The rules by which a resize lets processes in, the same on all ranks; and the listener."""
-
-    open_listener: Callable[[], JoinListener]  # called on the leader
-    wait: float = 0.0  # seconds, while there are fewer ranks than
-    least: int | None = 1  # None: a majority of the ended communicator's ranks must be left
-    most: int | None = None
-    listener: JoinListener | None = None  # once this rank has been the leader
 
 
 def shrink(
     mesh: Mesh,
     links: SurvivorLinks,
-    make: Callable[[Mesh, float], _Made],
+    make: Callable[[Mesh, float], Made],
     *,
-    transports: Sequence[str],
     timeout: float,
-    options: ResizeOptions | None = None,
-) -> _Made:
-    """Connects the survivors, in their old order, then joiners; returns `make(mesh, seconds)`.
+) -> Made:
+    """Connects the survivors, in their old order; returns `make(mesh, seconds)`.
 
-    `mesh` is the ended communicator's; without `options` nobody joins. A rank that sends nothing
-    for `timeout` seconds is left out, and so is one that falls silent later. Closes the links.
-    Raises TransportError on a rank that was left out, and RendezvousError when the survivors cannot
-    connect to each other, are no majority, or are too few at the end of the wait. `seconds` is the
-    time for links.
+    `mesh` is the ended communicator's. A rank that sends nothing for `timeout` seconds is left out,
+    and so is one that falls silent later. Closes the links. Raises TransportError on a rank that
+    was left out, and RendezvousError when the survivors cannot connect to each other. `seconds` is
+    the time for links.
     """
     with contextlib.closing(links):
-        return _Shrink(mesh, links, make, transports, timeout, options).run()
+        return Agreement(mesh, links, make, mesh.transports, timeout).run()
 
 
-class _Shrink(Generic[_Made]):
+class Agreement(Generic[Made]):
     """One rank's part; ranks have the numbers of the ended communicator, joiners those above."""
 
     def __init__(
         self,
         mesh: Mesh,
         links: SurvivorLinks,
-        make: Callable[[Mesh, float], _Made],
+        make: Callable[[Mesh, float], Made],
         transports: Sequence[str],
         timeout: float,
-        options: ResizeOptions | None,
     ) -> None:
         self._mesh, self._rank, self._links = mesh, mesh.rank, links
         self._make, self._transports = make, transports
@@ -143,22 +82,16 @@ class _Shrink(Generic[_Made]):
         self._repeat_at = Deadline(_REPEAT_SECONDS)
         self._active: set[int] = set()  # ranks that sent anything since connecting failed
         self._exclusion: TransportError | None = None  # raised when the others left this rank out
-        self._options = options
-        self._wait_over = Deadline(options.wait if options else 0.0)
-        self._joiners: list[Joiner] = []  # that this rank has admitted, as leader
-        self._told: set[int] = set()  # those that know that they are in
-        opened = None if options else frozenset[int]()
-        self._view = View(links.peers | {mesh.rank}, opened)
+        self._view = View(links.peers | {mesh.rank})
         self._limits = dict.fromkeys(links.peers, Deadline(timeout))  # of silence
         # The last message of each kind by peer, and the view that it was for.
         self._views: dict[int, View] = {}
         self._addresses: dict[int, tuple[View, bytes]] = {}
         self._ready: dict[int, View] = {}
         self._done: dict[int, View] = {}
-        self._refused: dict[int, View] = {}
-        self._candidate: tuple[View, _Made] | None = None
+        self._candidate: tuple[View, Made] | None = None
 
-    def run(self) -> _Made:
+    def run(self) -> Made:
         try:
             self._send(MessageKind.VIEW, self._view)
             view, made = self._regroup()
@@ -178,90 +111,29 @@ class _Shrink(Generic[_Made]):
         )
         return made
 
-    def _regroup(self) -> tuple[View, _Made]:
+    def _regroup(self) -> tuple[View, Made]:
         while True:
             self._wait(self._without_agreement)
             if self._candidate is not None and self._is_done():
                 return self._candidate
-            self._require_majority()
-            with contextlib.suppress(_ViewChanged):
-                if self._options and not self._are_enough(self._options):
-                    continue
-                self._drop_candidate()
-                return self._try(self._view)
+            with contextlib.suppress(ViewChanged):
+                if self._may_try(self._view):
+                    self._drop_candidate()
+                    return self._try(self._view)
 
-    def _are_enough(self, options: ResizeOptions) -> bool:
-        """Whether the agreed view is one to try; otherwise waits for joiners, or for the leader.
-
-        Raises RendezvousError when the time to wait is over.
-        """
-        view = self._view
-        if view.joiners is not None and view.size >= (options.least or 1):
-            return True
-        if self._rank == view.leader:
-            self._admit_joiners(view, options)
-            return False
-        self._wait(lambda: self._without_decision(view))
-        if self._refused.get(view.leader) == view:
-            raise self._too_few(view, options)
+    def _may_try(self, _: View) -> bool:
+        """Whether the agreed view is one to connect; another one may be agreed then."""
         return True
 
-    def _admit_joiners(self, view: View, options: ResizeOptions) -> None:
-        """Waits for joiners where ranks are too few, and says whom this leader admits."""
-        if options.listener is None:
-            options.listener = options.open_listener()
-        while True:
-            most = MOST_JOINERS if options.most is None else options.most - len(view.ranks)
-            room = min(most - len(self._admitted()), MOST_JOINERS - len(self._joiners))
-            for joiner in options.listener.take(max(room, 0)):
-                self._add_joiner(joiner)
-            admitted = self._admitted()
-            enough = len(view.ranks) + len(admitted) >= (options.least or 1)
-            if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
-                break
-            self._watch_view(view, min(_LOOK_SECONDS, self._wait_over.remaining))
-        if not enough and view.joiners is not None:
-            self._send(MessageKind.TOO_FEW, view)
-            raise self._too_few(view, options)
-        number = view.round + (view.joiners is not None)
-        self._shrink_view(View(view.ranks, frozenset(admitted), number))
-
-    def _admitted(self) -> set[int]:
-        """The joiners that this leader has and nobody left out; also from before a rank died."""
-        return {
-            number
-            for number in range(len(self._joiners))
-            if self._peer(number) in self._links.peers
-        }
-
-    def _add_joiner(self, joiner: Joiner) -> None:
-        peer = self._peer(len(self._joiners))
-        self._joiners.append(joiner)
-        self._links.add(peer, joiner.sock)
-        self._limits[peer] = Deadline(_JOINER_SECONDS)
-
-    def _too_few(self, view: View, options: ResizeOptions) -> RendezvousError:
-        trouble = (
-            f" ({options.listener.trouble})"
-            if options.listener and options.listener.trouble
-            else ""
-        )
-        return RendezvousError(
-            f"rank {self._rank}: {view.size} rank{'s are' if view.size > 1 else ' is'} here after "
-            f"wait={options.wait:g} s, and min_ranks={options.least}{trouble}: the others have "
-            "failed, or the network between them and this part of the ranks has; start more "
-            "processes that call gradwire.join(), or wait longer"
-        )
-
-    def _try(self, view: View) -> tuple[View, _Made]:
+    def _try(self, view: View) -> tuple[View, Made]:
         self._candidate = found = view, self._connect(view)
-        self._wait(lambda: self._without_answer(view, self._ready))
+        self._wait(lambda: self._joiners_without(view, self._ready))
         self._ready[self._rank] = view
         self._send(MessageKind.READY, view)
         self._wait(lambda: self._not_ready(view))
         return found
 
-    def _connect(self, view: View) -> _Made:
+    def _connect(self, view: View) -> Made:
         members = [*sorted(view.ranks), *sorted(self._peers(view.joiners))]
         name = f"{self._mesh.communicator}/shrink/{members}/{view.round}"
         communicator = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
@@ -290,7 +162,7 @@ class _Shrink(Generic[_Made]):
     def _find_stuck_ranks(self, view: View, named: set[int]) -> None:
         """Leaves out stuck ranks, and those that the error names, after connecting failed.
 
-        Leaves out all joiners where it names nobody. Raises _ViewChanged when the view has become
+        Leaves out all joiners where it names nobody. Raises ViewChanged when the view has become
         smaller.
         """
         self._watch_view(
@@ -305,64 +177,31 @@ class _Shrink(Generic[_Made]):
     def _exchange(
         self, own: bytes, view: View, communicator: int, job_ranks: list[int]
     ) -> list[bytes]:
-        """All members' addresses, in their order; fills in their numbers in the job.
-
-        The leader asks its joiners for theirs first, and passes all on to them.
-        """
-        ranks = sorted(view.ranks)
-        numbers = [self._mesh.job_rank(rank) for rank in ranks]
-        joiners = sorted(self._joiners_of(view))
-        if joiners:
-            numbers = _job_ranks(
-                numbers, [self._joiners[each - self._mesh.size] for each in joiners]
-            )
-            self._invite(view, joiners, communicator)
-            self._wait(lambda: self._without_answer(view, self._address_views()))
-            self._require_addresses(joiners)
-        admitted = [own, *(self._addresses[each][1] for each in joiners)]
-        self._addresses[self._rank] = view, Addresses(admitted, numbers[len(ranks) :]).pack()
-        self._send(MessageKind.ADDRESS, view, self._addresses[self._rank][1])
+        """All members' addresses, in their order; fills in their numbers in the job."""
+        admitted = self._addresses_of_joiners(view, communicator)
+        brought = Addresses([own, *admitted.addresses], admitted.job_ranks).pack()
+        self._addresses[self._rank] = view, brought
+        self._send(MessageKind.ADDRESS, view, brought)
         self._wait(lambda: self._without_address(view))
-        found = {rank: self._addresses_of(rank, view) for rank in ranks}
+        found = {rank: self._addresses_of(rank, view) for rank in sorted(view.ranks)}
         leader = found[view.leader]
-        job_ranks[:] = numbers[: len(ranks)] + leader.job_ranks
-        addresses = [found[rank].addresses[0] for rank in ranks] + leader.addresses[1:]
-        for each in joiners:
-            packed = Addresses(addresses, job_ranks).pack()
-            self._links.send(each, MessageKind.ADDRESS, view, packed)
+        job_ranks[:] = [*map(self._mesh.job_rank, found), *leader.job_ranks]
+        addresses = [each.addresses[0] for each in found.values()] + leader.addresses[1:]
+        self._tell_joiners(MessageKind.ADDRESS, view, Addresses(addresses, job_ranks).pack())
         return addresses
 
-    def _require_addresses(self, joiners: Iterable[int]) -> None:
-        """Leaves out joiners that sent no address, and raises _ViewChanged then."""
-        for each in joiners:
-            try:
-                unpack_address_info(self._addresses[each][1], each)
-            except RendezvousError as error:
-                self._leave_out({each}, describe(error))
-                raise _ViewChanged from None
+    def _addresses_of_joiners(self, _: View, __: int) -> Addresses:
+        """The addresses and numbers in the job of this leader's joiners."""
+        return Addresses([])
 
     def _addresses_of(self, rank: int, view: View) -> Addresses:
-        """Decodes what a rank sent; leaves it out, and raises _ViewChanged, if that is wrong."""
+        """Decodes what a rank sent; leaves it out, and raises ViewChanged, if that is wrong."""
         joiners = len(view.joiners or ()) if rank == view.leader else 0
         try:
             return unpack_addresses(self._addresses[rank][1], 1 + joiners, joiners)
         except ValueError as error:
             self._leave_out({rank}, f"it sent no addresses ({error})")
-            raise _ViewChanged from None
-
-    def _invite(self, view: View, joiners: Sequence[int], communicator: int) -> None:
-        for index, peer in enumerate(joiners):
-            self._limits[peer] = Deadline(_JOINER_SECONDS)
-            invitation = Invitation(
-                rank=len(view.ranks) + index,
-                size=view.size,
-                communicator=communicator,
-                epoch=self._mesh.membership.epoch + 1,
-                joined=len(joiners),
-                seconds=self._connect_timeout,
-                model=None if self._mesh.model is None else pack(self._mesh.model).decode(),
-            )
-            self._links.send(peer, MessageKind.INVITE, view, invitation.pack())
+            raise ViewChanged from None
 
     # Joiners have the numbers from the size of the ended communicator on, as peers.
 
@@ -372,9 +211,9 @@ class _Shrink(Generic[_Made]):
     def _peers(self, joiners: Iterable[int] | None) -> set[int]:
         return set(map(self._peer, joiners or ()))
 
-    def _joiners_of(self, view: View) -> set[int]:
+    def _joiners_of(self, _: View) -> set[int]:
         """The joiners of a view as peers, if this rank has admitted them."""
-        return self._peers(view.joiners) if self._rank == view.leader else set()
+        return set()
 
     def _in_view(self, peer: int) -> bool:
         return peer in self._view.ranks or peer in self._joiners_of(self._view)
@@ -384,19 +223,11 @@ class _Shrink(Generic[_Made]):
     def _without_agreement(self) -> Iterable[int]:
         return () if self._is_done() else self._without(self._view, self._views)
 
-    def _without_decision(self, view: View) -> Iterable[int]:
-        """The leader, until it goes on with the view or gives up."""
-        self._require_view(view)
-        leader = view.leader
-        if self._refused.get(leader) == view or self._address_views().get(leader) == view:
-            return ()
-        return {leader}
-
     def _without_address(self, view: View) -> Iterable[int]:
         self._require_view(view)
         return self._without(view, self._address_views())
 
-    def _without_answer(self, view: View, last: Mapping[int, View]) -> Iterable[int]:
+    def _joiners_without(self, view: View, last: Mapping[int, View]) -> Iterable[int]:
         """The joiners of this rank whose view in `last` is another one."""
         if self._is_done():
             return ()
@@ -430,7 +261,7 @@ class _Shrink(Generic[_Made]):
 
     def _require_view(self, view: View) -> None:
         if self._view != view:
-            raise _ViewChanged
+            raise ViewChanged
 
     def _wait(self, whom: Callable[[], Iterable[int]]) -> None:
         """Listens until `whom()` is empty; leaves out ranks that are silent for too long."""
@@ -443,7 +274,7 @@ class _Shrink(Generic[_Made]):
                 self._leave_out(late, "it sent nothing in time")
 
     def _watch_view(self, view: View, within: float) -> None:
-        """Listens for this many seconds; raises _ViewChanged when the view becomes smaller."""
+        """Listens for this many seconds; raises ViewChanged when the view becomes smaller."""
         limit = Deadline(within)
         while True:
             self._listen_and_repeat(limit.remaining)
@@ -480,20 +311,14 @@ class _Shrink(Generic[_Made]):
         elif kind is MessageKind.READY:
             self._ready[peer] = view
         if peer >= self._mesh.size:  # a joiner, which says nothing about others
-            if kind is MessageKind.DONE:
-                self._told.add(peer)
             return
         self._views[peer] = view
         if kind is MessageKind.DONE:
             self._done[peer] = view
-        elif kind is MessageKind.TOO_FEW:
-            self._refused[peer] = view
         if self._rank not in view.ranks and not self._is_done():
             self._exclusion = self._excluded_by(peer)
             raise self._exclusion
         self._shrink_view(self._view.intersect(view))
-        if kind is MessageKind.TOO_FEW and not self._is_done():
-            self._require_majority()
 
     def _leave_out(self, peers: Iterable[int], reason: str) -> None:
         out = set(peers)
@@ -518,34 +343,22 @@ class _Shrink(Generic[_Made]):
             for peer in self._joiners_of(before) - self._joiners_of(view):
                 self._links.end(peer)
 
-    def _require_majority(self) -> None:
-        """Raises RendezvousError where a majority is needed, and the agreed view is none."""
-        left, size = self._view.ranks, self._mesh.size
-        if self._options and self._options.least is None and not is_majority(left, size):
-            self._send(MessageKind.TOO_FEW, self._view)
-            raise no_majority(self._rank, left, size)
-
     def _send(
         self, kind: MessageKind, view: View, payload: bytes = b"", whom: View | None = None
     ) -> None:
         for peer in (whom or view).ranks - {self._rank}:
             self._links.send(peer, kind, view, payload)
 
-    def _tell_joiners(self, kind: MessageKind, view: View) -> None:
+    def _tell_joiners(self, kind: MessageKind, view: View, payload: bytes = b"") -> None:
         for peer in self._joiners_of(view):
-            self._links.send(peer, kind, view)
+            self._links.send(peer, kind, view, payload)
 
     def _announce_done(self, view: View) -> None:
-        """Sends DONE and awaits the others': closing a link with unread data may lose messages.
-
-        Joiners learn it last, once no rank turned out to have left this one out.
-        """
+        """Sends DONE and awaits the others': closing a link with unread data may lose messages."""
         self._send(MessageKind.DONE, view)
         self._await_confirmations(lambda: self._without(view, self._done))
         if leavers := self._leavers(self._without(view, self._done)):
             raise self._excluded_by(min(leavers))
-        self._tell_joiners(MessageKind.DONE, view)
-        self._await_confirmations(lambda: self._joiners_of(view) - self._told)
 
     def _await_confirmations(self, whom: Callable[[], set[int]]) -> None:
         """Listens to those that are still connected; longer to ranks that left this one out.
@@ -577,15 +390,6 @@ class _Shrink(Generic[_Made]):
             _, made = self._candidate
             self._candidate = None
             made.close()
-
-
-def _job_ranks(ranks: Sequence[int], joiners: Sequence[Joiner]) -> list[int]:
-    """Numbers in the job, with joiners': their launcher's, where free, or others."""
-    numbers = list(ranks)
-    for joiner in joiners:
-        free = joiner.number >= 0 and joiner.number not in numbers
-        numbers.append(joiner.number if free else max(numbers) + 1)
-    return numbers
 
 
 def _left_out(rank: int, by: int) -> TransportError:

@@ -12,18 +12,20 @@ else counts as gone. Links between a leader and its joiners (`joiners`) carry th
 from __future__ import annotations
 
 import enum
+import json
 import selectors
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._errors import RendezvousError
 from gradwire._host.sealed_socket import take_over
 
 MOST_JOINERS = 64  # of one leader in one resize
+MAX_NUMBER = 1 << 31  # of ranks and of numbers in the job, which are below it
 _HEAD = struct.Struct("<4sBBHI")
 _JOINERS = struct.Struct("<BQ")
 _MAX_PAYLOAD = 1 << 26  # the addresses of MOST_RANKS, of about 350 bytes each
@@ -89,6 +91,45 @@ class Message(NamedTuple):
     kind: MessageKind
     view: View
     payload: bytes
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Packed AddressInfos, and numbers in the job: of joiners from a leader, of all to a joiner."""
+
+    addresses: list[bytes]
+    job_ranks: list[int] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """Encodes both as JSON."""
+        texts = [each.decode() for each in self.addresses]
+        return json.dumps({"addresses": texts, "job_ranks": self.job_ranks}).encode()
+
+
+def unpack_addresses(data: bytes, addresses: int, job_ranks: int) -> Addresses:
+    """Decodes so many addresses and numbers; raises ValueError for anything else."""
+    found = unpack_object(data)
+    texts, numbers = found.get("addresses"), found.get("job_ranks")
+    if not isinstance(texts, list) or not isinstance(numbers, list):
+        raise ValueError("a list in it is missing")
+    if len(texts) != addresses or len(numbers) != job_ranks:
+        raise ValueError("it has another number of members")
+    if not all(isinstance(each, str) for each in texts):
+        raise ValueError("an address is no text")
+    if not all(type(each) is int and 0 <= each < MAX_NUMBER for each in numbers):
+        raise ValueError("a rank of the job is out of range")
+    return Addresses([each.encode() for each in texts], numbers)
+
+
+def unpack_object(data: bytes) -> dict[str, Any]:
+    """Decodes a payload of JSON; raises ValueError for anything but an object."""
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object")
+    return found
 
 
 class LinkEnded(NamedTuple):

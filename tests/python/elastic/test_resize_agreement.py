@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import joining, shrink
+from gradwire._bootstrap import joining, resize, shrink
 from gradwire._bootstrap.join_listener import Joiner, ListenerEntry
-from gradwire._bootstrap.survivor_links import MOST_RANKS, Message, MessageKind, SurvivorLinks, View
+from gradwire._bootstrap.survivor_links import (
+    MOST_RANKS,
+    Addresses,
+    Message,
+    MessageKind,
+    SurvivorLinks,
+    View,
+    unpack_addresses,
+)
 from gradwire._errors import RendezvousError
 from mortal_links import (
     HERE,
@@ -45,14 +53,9 @@ class FakeListener:
 def rank_of(
     rank: int, size: int, links: MortalLinks, listener: FakeListener, least: int | None, wait: float
 ) -> Made:
-    options = shrink.ResizeOptions(lambda: listener, wait, least)  # type: ignore[arg-type, return-value]
-    return shrink.shrink(  # type: ignore[type-var, return-value]
-        mesh_of(rank, size),
-        links,
-        made_by(links),
-        transports=(),
-        timeout=20,
-        options=options,
+    options = resize.ResizeOptions(lambda: listener, wait, least)  # type: ignore[arg-type, return-value]
+    return resize.resize(  # type: ignore[type-var, return-value]
+        mesh_of(rank, size), links, made_by(links), options, timeout=20
     )
 
 
@@ -305,10 +308,21 @@ def test_views_intersect_in_any_order() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b'{"rank": 2}', b"[" * 100_000, b"\xff", joining.Addresses([]).pack()],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"rank": 2}',
+        b"[" * 100_000,
+        b"\xff",
+        Addresses([]).pack(),
+    ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    for unpack in (joining.unpack_invitation, lambda data: joining.unpack_addresses(data, 1, 0)):
+    for unpack in (
+        joining.unpack_invitation,
+        lambda data: unpack_addresses(data, 1, 0),
+    ):
         try:
             unpack(data)
         except ValueError:

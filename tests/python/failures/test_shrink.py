@@ -220,8 +220,8 @@ def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
 ) -> None:
     def stop_in_shrink() -> None:
         # The others have its address, or are connected to it, or wait for nothing but its READY.
-        owner: Any = {"connect": _connect, "make": _communicator, "ready": shrink._Shrink}[stage]
-        name = {"connect": "unpack_address_info", "make": "from_mesh", "ready": "_without_answer"}[
+        owner: Any = {"connect": _connect, "make": _communicator, "ready": shrink.Agreement}[stage]
+        name = {"connect": "unpack_address_info", "make": "from_mesh", "ready": "_joiners_without"}[
             stage
         ]
         call, calls = getattr(owner, name), itertools.count()
@@ -358,7 +358,7 @@ def test_the_store_is_not_needed() -> None:
 
 def simulate(rank: int, links: MortalLinks, size: int) -> Made:
     return shrink.shrink(  # type: ignore[type-var, return-value]
-        mesh_of(rank, size), links, made_by(links), transports=(), timeout=20
+        mesh_of(rank, size), links, made_by(links), timeout=20
     )
 
 
