@@ -20,14 +20,14 @@ from gradwire._bootstrap.groups import split as _split
 from gradwire._bootstrap.join_listener import JoinListener
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.resize import (
+    Resize,
     ResizeOptions,
     has_room,
     open_listener,
     require_secret_to_join,
-    resize,
     resize_options,
 )
-from gradwire._bootstrap.shrink import shrink
+from gradwire._bootstrap.shrink import Agreement
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
@@ -434,8 +434,8 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         stops.release(self)
         self._close_listener()
         if options is not None:
-            return resize(self._mesh, links, make, options, timeout=timeout)
-        return shrink(self._mesh, links, make, timeout=timeout)
+            return Resize(self._mesh, links, make, options, timeout).run()
+        return Agreement(self._mesh, links, make, self._mesh.transports, timeout).run()
 
     def _use_listener(self, listener: JoinListener) -> None:
         """Has the listener request a resize when a process asks to join and there is room."""

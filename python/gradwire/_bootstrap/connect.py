@@ -61,15 +61,6 @@ _log = logging.getLogger("gradwire")
 _Sockets = dict[tuple[int, Purpose], socket.socket]
 
 
-def no_failure_reports(_: float) -> None:
-    """Never raises: the default for a mesh whose ranks cannot report failures to each other."""
-
-
-def rendezvous_error(_: int, text: str) -> Error:
-    """The error for a lost peer where a socket that ends does not prove a death."""
-    return RendezvousError(text)
-
-
 def connect_mesh(
     job: Job,
     exchange: Exchange,
@@ -80,8 +71,8 @@ def connect_mesh(
     deadline: Deadline,
     transports: Sequence[str] = DEFAULTS,
     interface: Choice = LOOPBACK,
-    raise_if_peer_failed: Callable[[float], None] = no_failure_reports,
-    lost_peer_error: Callable[[int, str], Error] = rendezvous_error,
+    raise_if_peer_failed: Callable[[float], None] = lambda _: None,
+    lost_peer_error: Callable[[int, str], Error] = lambda _, text: RendezvousError(text),
     job_ranks: Iterable[int] = (),
 ) -> Mesh:
     """Connects this rank with all other ranks of a communicator; every rank calls it.
@@ -89,7 +80,8 @@ def connect_mesh(
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
     `raise_if_peer_failed(seconds)` raises when another rank has given up, or does so within these
     seconds; it is called now and then while this rank waits. `lost_peer_error(rank, text)` makes
-    the error for a rank whose sockets end without a reported failure. `job_ranks` are the members'
+    the error for a rank whose sockets end without a reported failure; by default one that does not
+    take it to be dead. `job_ranks` are the members'
     numbers in the job, where those differ. Raises RendezvousError, which names the ranks that are
     missing at the deadline.
     """
@@ -128,7 +120,8 @@ class _Attempt:
         self._acceptor.start()
         blobs = exchange(self._own.pack(), self._deadline)
         self._addresses = [unpack_address_info(blob, peer) for peer, blob in enumerate(blobs)]
-        transports = {peer: self._choose_route(peer) for peer in self._others()}
+        others = (peer for peer in range(self._mesh.size) if peer != self._mesh.rank)
+        transports = {peer: self._choose_route(peer) for peer in others}
         for peer in range(self._mesh.rank):
             for purpose in _PURPOSES:
                 sock = self._connect(peer, purpose, transports[peer])
@@ -144,9 +137,6 @@ class _Attempt:
     def discard(self) -> None:
         for sock in (self._sockets | self._acceptor.close()).values():
             sock.close()
-
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self._mesh.size) if peer != self._mesh.rank]
 
     def _choose_route(self, peer: int) -> str:
         """Chooses the transport to a peer; raises RendezvousError when there is none."""
@@ -216,7 +206,8 @@ class _Attempt:
         except BaseException:
             sock.close()
             raise
-        return _with_host_timeout(sock, purpose)
+        fail_with_host(sock, always_read=purpose == Purpose.CONTROL)
+        return sock
 
     def _await_higher(self) -> None:
         while missing := self._acceptor.wait(self._deadline.within(_POLL_SECONDS)):
@@ -293,9 +284,10 @@ class _Acceptor:
             if isinstance(self._error, RendezvousError):
                 raise self._error
             if self._error is not None:
+                shortage = isinstance(self._error, OSError) and describe_shortage(self._error)
                 raise RendezvousError(
                     f"rank {self._mesh.rank} can accept no connections any more "
-                    f"({_reason_of(self._error)})"
+                    f"({shortage or repr(self._error)})"
                 ) from self._error
             return sorted({rank for rank, _ in self._expected - self._accepted.keys()})
 
@@ -323,23 +315,23 @@ class _Acceptor:
                     self._accept(admitted)
                 if self._authenticator.shortage is not None:
                     raise self._authenticator.shortage
-                self._check_excluded()
+                if self._authenticator.excluded is not None:
+                    rank, why = self._authenticator.excluded
+                    raise RendezvousError(
+                        f"rank {self._mesh.rank} cannot admit rank {rank} at {why}"
+                    )
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _check_excluded(self) -> None:
-        if self._authenticator.excluded is not None:
-            rank, why = self._authenticator.excluded
-            raise RendezvousError(f"rank {self._mesh.rank} cannot admit rank {rank} at {why}")
-
     def _accept(self, admitted: Admitted) -> None:
         key = admitted.hello.source, admitted.hello.purpose
+        fail_with_host(admitted.sock, always_read=admitted.hello.purpose == Purpose.CONTROL)
         with self._changed:
             if key in self._accepted:  # the peer tried again because it missed our welcome
                 self._accepted[key].close()
-            self._accepted[key] = _with_host_timeout(admitted.sock, admitted.hello.purpose)
+            self._accepted[key] = admitted.sock
             self._changed.notify_all()
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
@@ -351,11 +343,6 @@ class _Acceptor:
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
                 f"{hello.target} for {hello.purpose.name.lower()}"
             )
-
-
-def _reason_of(error: Exception) -> str:
-    shortage = describe_shortage(error) if isinstance(error, OSError) else None
-    return shortage or repr(error)
 
 
 def _require_route(lower: int, listens: AddressInfo, higher: int, connects: AddressInfo) -> None:
@@ -393,14 +380,10 @@ def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.soc
         target = choice.interface.target(address, 0)
         listeners.append(_bind(choice.interface.family, target))
         port = listeners[-1].getsockname()[1]
-    networks = () if _share_memory(transports, choice) else networks_of(transports)
+    share_memory = choice.interface.loopback and "shm" in transports  # all ranks are here
+    networks = () if share_memory else networks_of(transports)
     where = (unix, address, port, name, networks)
     return listeners, AddressInfo(host_identity(), process_name(), transports, *where)
-
-
-def _share_memory(transports: tuple[str, ...], choice: Choice) -> bool:
-    """Whether all ranks are on this host and shm joins them, so that no network is needed."""
-    return choice.interface.loopback and "shm" in transports
 
 
 def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
@@ -452,9 +435,3 @@ def _has_ended(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def _with_host_timeout(sock: socket.socket, purpose: Purpose) -> socket.socket:
-    """Sets the socket to fail when the peer's host dies; returns it."""
-    fail_with_host(sock, always_read=purpose == Purpose.CONTROL)
-    return sock

@@ -6,18 +6,14 @@
     client  Noise transport message: nothing                                      16 bytes
     server  Noise transport message: nothing, which is the welcome                16 bytes
 
-The pattern is Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org), with the hello as prologue and
-psk = HMAC-SHA256(secret, "gradwire/2 " ‖ purpose ‖ job). So a handshake succeeds only between two
-ends that know the secret and have heard the same of each other, and ends in keys that nobody else
-has: neither who has recorded it and learns the secret later, nor who relays it. The third message
-proves that the client answers now, also where the two Sides exclude each other: so the server
-believes that, and nobody else can tell it so. The welcome lets a client retry when its server gave
-up meanwhile. A server that cannot read the first message answers with 60 zeros.
+The pattern is Noise_NNpsk0_25519_AESGCM_SHA256, with the hello as prologue; docs/design/joins.md
+says what that keeps out. The third message proves that the client answers now, also where the two
+Sides exclude each other: so the server believes that, and nobody else can tell it so. The welcome
+lets a client retry when its server gave up meanwhile. A server that cannot read the first message
+answers with 60 zeros.
 
-Both ends of a Unix socket first compare user ids, as the kernel reports them.
-
-What follows is sealed with keys of its own (`sealed_socket`) where both Sides ask for it
-(`encryption`), and plain otherwise.
+Both ends of a Unix socket first compare user ids, as the kernel reports them. What follows is
+sealed with keys of its own (`sealed_socket`) where both Sides ask for it (`encryption`).
 """
 
 from __future__ import annotations
@@ -43,15 +39,8 @@ from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import TransportError
-from gradwire._host.encryption import (
-    SIDE_BYTES,
-    Mismatch,
-    Side,
-    agree,
-    setting,
-    side_of,
-    unpack_side,
-)
+from gradwire._host import encryption
+from gradwire._host.encryption import Mismatch, Side, side_of, unpack_side
 from gradwire._host.sealed_socket import SealedSocket
 from gradwire._host.user_namespace import stands_for_all_unmapped
 
@@ -65,7 +54,7 @@ PAUSE_SECONDS = 0.1  # in which a listener pauses when no descriptor is left to 
 _MAGIC = b"GWJ1"
 _VERSION = 2
 _HELLO = struct.Struct("<4sHBx16sIIii")
-_ANSWER = _core.NOISE_OVERHEAD + SIDE_BYTES  # bytes of each of the first two messages of Noise
+_ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
 _REFUSAL = bytes(_ANSWER)  # no message of Noise: a public key of zeros leads to no secret
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -91,10 +80,6 @@ class _Excluded(SettingsError):
 
 class _Refusal(HandshakeError):
     """A refusal of which the client is told."""
-
-    def __init__(self, reason: str, answer: bytes) -> None:
-        super().__init__(reason)
-        self.answer = answer
 
 
 class Purpose(enum.IntEnum):
@@ -122,16 +107,8 @@ class Hello:
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
-        return _HELLO.pack(
-            _MAGIC,
-            _VERSION,
-            self.purpose,
-            job_digest(self.job),
-            self.communicator,
-            self.epoch,
-            self.source,
-            self.target,
-        )
+        numbers = (self.communicator, self.epoch, self.source, self.target)
+        return _HELLO.pack(_MAGIC, _VERSION, self.purpose, job_digest(self.job), *numbers)
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
@@ -206,7 +183,7 @@ def client_handshake(
 def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher | None:
     """Reads the server's Side; returns what both agree on."""
     try:
-        return agree(side, unpack_side(noise.read(answer)))
+        return encryption.agree(side, unpack_side(noise.read(answer)))
     except TransportError:
         raise HandshakeError("it answered with another secret: give all ranks the same one") from (
             None
@@ -244,15 +221,14 @@ def server_handshake(
         theirs = noise.read(first[_HELLO.size :])
         answer = noise.write(side.pack())
     except TransportError:
-        reason = "it does not know the secret, or sent no public key"
-        raise _Refusal(reason, _REFUSAL) from None
+        raise _Refusal("it does not know the secret, or sent no public key") from None
     proof = yield answer, _PROOF
     try:
         noise.read(proof)
     except TransportError:
         raise HandshakeError("it repeats what another process has said") from None
     try:
-        return _Proven(hello, noise, agree(side, unpack_side(theirs)))
+        return _Proven(hello, noise, encryption.agree(side, unpack_side(theirs)))
     except Mismatch as error:
         raise _Excluded(hello, str(error)) from None
 
@@ -320,7 +296,7 @@ class Authenticator:
         check: Callable[[Hello, socket.socket], None],
     ) -> None:
         _core.libcrypto_version()  # these raise here, not in the thread that polls
-        setting()
+        encryption.setting()
         self._job, self._secret, self._check = job, secret, check
         self._host = host_identity()  # here, since it takes a descriptor
         self._listeners = tuple(listeners)
@@ -442,7 +418,7 @@ class Authenticator:
             return []
         except _Refusal as refusal:
             with suppress(OSError):
-                entry.sock.sendall(refusal.answer)
+                entry.sock.sendall(_REFUSAL)
             self._refuse(entry, str(refusal))
         except _Excluded as error:
             self.excluded = error.hello.source, f"{entry.address}: {error}"

@@ -26,7 +26,7 @@ from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, Start, a
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
-from gradwire._bootstrap.torch_rendezvous import store_advertised_by_torch
+from gradwire._bootstrap.torch_rendezvous import TorchRendezvous
 from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._host import emulated_link, encryption, transport_kinds
 from gradwire._host.interfaces import LOOPBACK, Choice, Route, choose, is_loopback
@@ -86,18 +86,13 @@ def rendezvous(
 
 
 def _mesh_alone(launch: LaunchInfo, secret: bytes | None) -> Mesh:
-    """The mesh of a job of one rank."""
+    """The mesh of a job of one rank; its secret is also for those that join it later."""
     start = _own_start(launch, _next_generation(launch))
-    job = Job(launch.job, _secret_alone(launch, secret), start.number)
+    over_tcp = secret is None and (launch.store or "").startswith("tcp:")
+    everybody_may_join = over_tcp and environment.flag("GRADWIRE_INSECURE")
+    known = b"" if everybody_may_join else secret or secrets.token_bytes(32)
+    job = Job(launch.job, known, start.number)
     return Mesh(job, 0, 1, start.generation, (host_identity(),), {}, LOOPBACK)
-
-
-def _secret_alone(launch: LaunchInfo, secret: bytes | None) -> bytes:
-    """The job's secret where there is one rank: also for those that join it later."""
-    if secret is None and (launch.store or "").startswith("tcp:"):
-        everybody_may_join = environment.flag("GRADWIRE_INSECURE")
-        return b"" if everybody_may_join else secrets.token_bytes(32)
-    return secret or secrets.token_bytes(32)
 
 
 @dataclass(frozen=True)
@@ -192,47 +187,40 @@ def _uses_torch_store(launch: LaunchInfo) -> bool:
     return launch.store is not None and launch.store.startswith("torch:")
 
 
+@contextlib.contextmanager
 def _open_store(
     launch: LaunchInfo, secret: bytes | None, prefix: str, deadline: Deadline
-) -> contextlib.AbstractContextManager[tuple[StoreClient, bytes | None]]:
+) -> Iterator[tuple[StoreClient, bytes | None]]:
     """A client of the store where ranks meet; and the secret, None where they agree on it there."""
     assert launch.store is not None  # LaunchInfo has one whenever there are several ranks
     if _uses_torch_store(launch):
         place = parse_torch_address(launch.store)
-        return store_advertised_by_torch(launch, place, secret, prefix, deadline)
+        with TorchRendezvous(launch, place, secret, prefix, deadline).open_store() as found:
+            yield found
+        return
     address = parse_address(launch.store)
     known = secret_of_store(address, secret)
-    agreed = None if address.local and secret is None else known
-    return _own_store(launch, address, known, agreed, prefix, deadline)
-
-
-@contextlib.contextmanager
-def _own_store(
-    launch: LaunchInfo,
-    address: Address,
-    secret: bytes,
-    agreed: bytes | None,
-    prefix: str,
-    deadline: Deadline,
-) -> Iterator[tuple[StoreClient, bytes | None]]:
-    """A client of our own store, which rank 0 serves during the rendezvous; and `agreed`."""
     with contextlib.ExitStack() as stack:
         if launch.rank_0_hosts and launch.rank == 0:
-            also = _addresses_beyond_loopback(launch, address, secret)
-            try:
-                server = StoreServer(address, launch.job, secret, also, one_rendezvous=True)
-            except RendezvousError as error:
-                _tell_other_host(launch, address, secret, prefix, error)
-                raise
-            stack.enter_context(serve_until_reported(server))
+            stack.enter_context(serve_until_reported(_serve(launch, address, known, prefix)))
         lost_error = partial(lost, 0) if launch.rank_0_hosts else RendezvousError
-        client = StoreClient(address, launch.job, secret, deadline, lost_error, rank=launch.rank)
+        client = StoreClient(address, launch.job, known, deadline, lost_error, rank=launch.rank)
         stack.callback(client.close)
-        yield client, agreed
+        yield client, None if address.local and secret is None else known
         # Rank 0 closes the store when all have finished. The others wait for that, or their next
         # rendezvous would begin in this one's store.
         if launch.rank_0_hosts and launch.rank != 0:
             client.wait_closed(deadline.remaining)
+
+
+def _serve(launch: LaunchInfo, address: Address, secret: bytes, prefix: str) -> StoreServer:
+    """The store that rank 0 serves during the rendezvous."""
+    also = _addresses_beyond_loopback(launch, address, secret)
+    try:
+        return StoreServer(address, launch.job, secret, also, one_rendezvous=True)
+    except RendezvousError as error:
+        _tell_other_host(launch, address, secret, prefix, error)
+        raise
 
 
 def _tell_other_host(

@@ -6,7 +6,6 @@ docs/design/agreement.md says why that keeps the agreement among ranks.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -53,25 +52,12 @@ class ResizeOptions:
     listener: JoinListener | None = None  # once this rank has been the leader
 
 
-def resize(
-    mesh: Mesh,
-    links: SurvivorLinks,
-    make: Callable[[Mesh, float], Made],
-    options: ResizeOptions,
-    *,
-    timeout: float,
-) -> Made:
-    """Connects the survivors, in their old order, then joiners; returns `make(mesh, seconds)`.
+class Resize(Agreement[Made]):
+    """One rank's part in a resize: the leader lets joiners in, after the survivors.
 
-    As `shrink`; raises RendezvousError also when the survivors are no majority, or are too few at
-    the end of the wait.
+    `run` raises RendezvousError also when the survivors are no majority, or are too few at the end
+    of the wait.
     """
-    with contextlib.closing(links):
-        return _Resize(mesh, links, make, options, timeout).run()
-
-
-class _Resize(Agreement[Made]):
-    """One rank's part; on the leader, that of its joiners too."""
 
     def __init__(
         self,
@@ -113,7 +99,10 @@ class _Resize(Agreement[Made]):
         while True:
             room = min(most - len(self._admitted()), MOST_JOINERS - len(self._joiners))
             for joiner in listener.take(max(room, 0)):
-                self._add_joiner(joiner)
+                peer = self._peer(len(self._joiners))
+                self._joiners.append(joiner)
+                self._links.add(peer, joiner.sock)
+                self._limits[peer] = Deadline(_JOINER_SECONDS)
             admitted = self._admitted()
             enough = ranks + len(admitted) >= (options.least or 1)
             if enough or self._wait_over.passed or view.round == _MOST_ROUNDS:
@@ -129,12 +118,6 @@ class _Resize(Agreement[Made]):
         """The joiners that this leader has and nobody left out; also from before a rank died."""
         numbers = range(len(self._joiners))
         return {number for number in numbers if self._peer(number) in self._links.peers}
-
-    def _add_joiner(self, joiner: Joiner) -> None:
-        peer = self._peer(len(self._joiners))
-        self._joiners.append(joiner)
-        self._links.add(peer, joiner.sock)
-        self._limits[peer] = Deadline(_JOINER_SECONDS)
 
     def _too_few(self, view: View) -> RendezvousError:
         options, listener = self._options, self._options.listener
@@ -243,7 +226,9 @@ def resize_options(
     seconds = arguments.number(wait, "wait")
     if not seconds >= 0:
         raise InvalidArgument(f"wait={wait!r} is not a number of seconds")
-    least, most = _least_ranks(min_ranks), _most_ranks()
+    least, most = _ranks_in("GRADWIRE_MIN_RANKS"), _ranks_in("GRADWIRE_MAX_RANKS")
+    if min_ranks is not None:
+        least = arguments.whole(min_ranks, "min_ranks", least=1)
     if most is not None and least is not None and least > most:
         raise InvalidArgument(f"min_ranks={least} is more than GRADWIRE_MAX_RANKS={most}")
     if store is not None:
@@ -265,7 +250,7 @@ def require_secret_to_join(mesh: Mesh) -> None:
 
 def has_room(mesh: Mesh) -> bool:
     """Whether another rank may join; raises InvalidArgument for a limit that is no number."""
-    most = _most_ranks()
+    most = _ranks_in("GRADWIRE_MAX_RANKS")
     return most is None or mesh.size < most
 
 
@@ -280,17 +265,6 @@ def _place_of(store: str) -> tuple[str, int] | None:
         return parse_torch_address(store)
     address = parse_address(store)
     return None if address.local else (address.host, address.port)
-
-
-def _least_ranks(given: int | None) -> int | None:
-    """The ranks that are needed to go on; None: a majority of those before."""
-    if given is None:
-        return _ranks_in("GRADWIRE_MIN_RANKS")
-    return arguments.whole(given, "min_ranks", least=1)
-
-
-def _most_ranks() -> int | None:
-    return _ranks_in("GRADWIRE_MAX_RANKS")
 
 
 def _ranks_in(variable: str) -> int | None:

@@ -47,26 +47,13 @@ class ViewChanged(Exception):
     """Raised when this rank's view is no longer the one that an attempt was for."""
 
 
-def shrink(
-    mesh: Mesh,
-    links: SurvivorLinks,
-    make: Callable[[Mesh, float], Made],
-    *,
-    timeout: float,
-) -> Made:
-    """Connects the survivors, in their old order; returns `make(mesh, seconds)`.
-
-    `mesh` is the ended communicator's. A rank that sends nothing for `timeout` seconds is left out,
-    and so is one that falls silent later. Closes the links. Raises TransportError on a rank that
-    was left out, and RendezvousError when the survivors cannot connect to each other. `seconds` is
-    the time for links.
-    """
-    with contextlib.closing(links):
-        return Agreement(mesh, links, make, mesh.transports, timeout).run()
-
-
 class Agreement(Generic[Made]):
-    """One rank's part; ranks have the numbers of the ended communicator, joiners those above."""
+    """One rank's part; ranks have the ended communicator's numbers, joiners those above.
+
+    It takes the `mesh` of the ended communicator, and closes the `links`. `make(mesh, seconds)`
+    makes the communicator of the survivors' mesh; `seconds` is the time for links. A rank that
+    sends nothing for `timeout` seconds is left out, and so is one that falls silent later.
+    """
 
     def __init__(
         self,
@@ -92,21 +79,24 @@ class Agreement(Generic[Made]):
         self._candidate: tuple[View, Made] | None = None
 
     def run(self) -> Made:
-        try:
-            self._send(MessageKind.VIEW, self._view)
-            view, made = self._regroup()
-            self._announce_done(view)
-        except BaseException:
-            self._drop_candidate()
-            raise
+        """Connects the survivors, in their old order; returns what `make` does.
+
+        Raises TransportError on a rank that was left out, and RendezvousError when the survivors
+        cannot connect to each other.
+        """
+        with contextlib.closing(self._links):
+            try:
+                self._send(MessageKind.VIEW, self._view)
+                view, made = self._regroup()
+                self._announce_done(view)
+            except BaseException:
+                self._drop_candidate()
+                raise
         _log.log(
             logging.INFO if view.size == self._mesh.size else logging.WARNING,
             "rank %d goes on as rank %d of %d: ranks %s of %d survived%s",
-            self._rank,
-            sorted(view.ranks).index(self._rank),
-            view.size,
-            _names(view.ranks),
-            self._mesh.size,
+            *(self._rank, sorted(view.ranks).index(self._rank), view.size),
+            *(", ".join(map(str, sorted(view.ranks))), self._mesh.size),
             f", and {len(view.joiners)} joined" if view.joiners else "",
         )
         return made
@@ -383,7 +373,12 @@ class Agreement(Generic[Made]):
         }
 
     def _excluded_by(self, peer: int) -> TransportError:
-        return naming(_left_out(self._rank, peer), peer, self._mesh.job_rank(peer))
+        error = TransportError(
+            f"rank {self._rank}: the other survivors, rank {peer} among them, have left this rank "
+            "out of the new communicator, because it came to shrink() too late or was silent: end "
+            "this process, or give all ranks more time with timeout=",
+        )
+        return naming(error, peer, self._mesh.job_rank(peer))
 
     def _drop_candidate(self) -> None:
         if self._candidate is not None:
@@ -392,20 +387,8 @@ class Agreement(Generic[Made]):
             made.close()
 
 
-def _left_out(rank: int, by: int) -> TransportError:
-    return TransportError(
-        f"rank {rank}: the other survivors, rank {by} among them, have left this rank out of the "
-        "new communicator, because it came to shrink() too late or was silent: end this process, "
-        "or give all ranks more time with timeout=",
-    )
-
-
 def _ranks_named_by(error: Error, members: Sequence[int]) -> set[int]:
     """The peer that an error names, in the ended communicator's numbers; empty for none."""
     if isinstance(error, Timeout | TransportError) and 0 <= error.peer < len(members):
         return {members[error.peer]}
     return set()
-
-
-def _names(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

@@ -1,9 +1,7 @@
 """The rendezvous through torch's own store, in which rank 0 advertises one of gradwire's.
 
-Whoever reaches torch's store reads and writes it. Where all ranks are on one host they meet at a
-Unix socket, which other users neither reach nor serve, and agree on a secret there if the user gave
-none. On several hosts rank 0 makes one then, and each rank asks for it (`open_exchange`): who only
-reads learns nothing.
+Whoever reaches torch's store reads and writes it. So ranks of one host meet at a Unix socket, which
+other users neither reach nor serve; on several, who only reads torch's store learns nothing.
 
     PREFIX/store/0   where rank 0's store is, or why it gives up; not where agents restart ranks
     PREFIX/ask/RANK, PREFIX/answer/RANK/NAME   see `asks`
@@ -44,36 +42,8 @@ _POLL_SECONDS = 0.1  # torch's store does not let Ctrl-C through while it waits
 _log = logging.getLogger("gradwire")
 
 
-@contextlib.contextmanager
-def store_advertised_by_torch(
-    launch: LaunchInfo,
-    place: tuple[str, int],
-    secret: bytes | None,
-    prefix: str,
-    deadline: Deadline,
-) -> Iterator[tuple[StoreClient, bytes | None]]:
-    """A client of the store that rank 0 opens and advertises in torch's; and the job's secret.
-
-    Torch's store is at `place`. Returns and raises as `advertised_store`.
-    """
-    entries = _Entries(launch, place, secret, prefix, deadline)
-    failure: bytes | None = None
-    try:
-        at = entries.choose_address() if launch.rank == 0 else None
-        with advertised_store(
-            launch.job, secret, at, entries.advertise, entries.find, deadline, rank=launch.rank
-        ) as found:
-            yield found
-    except BaseException as error:
-        failure = pack_failure(describe(error))
-        raise
-    finally:
-        if launch.rank == 0:
-            entries.end(failure)
-
-
-class _Entries:
-    """One rank's entries in torch's store."""
+class TorchRendezvous:
+    """One rank's part in a rendezvous through torch's store, which is at `place`."""
 
     def __init__(
         self,
@@ -92,21 +62,40 @@ class _Entries:
         self._answer = asks.ask(self._torch, prefix, launch.rank, self._route.target, question)
         self._answers: asks.Answers | None = None
 
-    def choose_address(self) -> Address:
+    @contextlib.contextmanager
+    def open_store(self) -> Iterator[tuple[StoreClient, bytes | None]]:
+        """A client of the store that rank 0 opens and advertises in torch's; and the job's secret.
+
+        Returns and raises as `advertised_store`.
+        """
+        rank, failure = self._launch.rank, None
+        where = (self._advertise, self._find, self._deadline)
+        try:
+            at = self._choose_address() if rank == 0 else None
+            with advertised_store(self._launch.job, self._secret, at, *where, rank=rank) as found:
+                yield found
+        except BaseException as error:
+            failure = pack_failure(describe(error))
+            raise
+        finally:
+            if rank == 0:
+                self._end(failure)
+
+    def _choose_address(self) -> Address:
         """Chooses an address at which the other ranks reach rank 0."""
         at = _choose_store_address(self._launch, self._route, self._route_of)
         if self._secret is None and not at.local:
             warn_of_no_secret("torch's store at {}:{}".format(*self._place))
         return at
 
-    def advertise(self, endpoint: Endpoint) -> None:
+    def _advertise(self, endpoint: Endpoint) -> None:
         """Tells the other ranks where rank 0's store is."""
         if not self._launch.restarts:
             self._torch.set(f"{self._prefix}/store/0", endpoint.where.encode())
         if self._launch.restarts or not (endpoint.given or endpoint.address.local):
             self._begin_answers(endpoint.pack_for)
 
-    def find(self) -> Endpoint:
+    def _find(self) -> Endpoint:
         """Waits for what rank 0 advertises."""
         if self._launch.restarts:
             return self._unpack(self._await(self._answer))
@@ -116,7 +105,7 @@ class _Entries:
             return endpoint_at(place, b"", self._secret, self._question)
         return self._unpack(self._await(self._answer, lambda: _require_alive(place.address)))
 
-    def end(self, failure: bytes | None) -> None:
+    def _end(self, failure: bytes | None) -> None:
         """Ends rank 0's part; with a `failure`, tells the ranks that have come or will."""
         with contextlib.suppress(Error):
             if failure is not None and not self._launch.restarts:

@@ -54,9 +54,8 @@ def rank_of(
     rank: int, size: int, links: MortalLinks, listener: FakeListener, least: int | None, wait: float
 ) -> Made:
     options = resize.ResizeOptions(lambda: listener, wait, least)  # type: ignore[arg-type, return-value]
-    return resize.resize(  # type: ignore[type-var, return-value]
-        mesh_of(rank, size), links, made_by(links), options, timeout=20
-    )
+    made = resize.Resize(mesh_of(rank, size), links, made_by(links), options, 20)  # type: ignore[type-var]
+    return made.run()
 
 
 ENTRY = ListenerEntry("test", b"", HERE, 0, 0)

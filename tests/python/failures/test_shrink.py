@@ -357,9 +357,7 @@ def test_the_store_is_not_needed() -> None:
 
 
 def simulate(rank: int, links: MortalLinks, size: int) -> Made:
-    return shrink.shrink(  # type: ignore[type-var, return-value]
-        mesh_of(rank, size), links, made_by(links), timeout=20
-    )
+    return shrink.Agreement(mesh_of(rank, size), links, made_by(links), (), 20).run()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -59,8 +59,8 @@ def rendezvous_in_group(
     RendezvousError, and TransportError when a rank is lost after the ranks have exchanged their
     first messages.
     """
-    environment.check()
     with told(f"rank {rank} of {size} of a process group ({process_name()})"):
+        environment.check()
         return _connect(rank, size, all_gather, make, deadline)
 
 
