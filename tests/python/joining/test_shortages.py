@@ -104,9 +104,9 @@ def test_the_rank_that_is_out_of_descriptors_says_so_at_once(
 
 
 def test_a_client_of_a_store_that_is_out_of_descriptors_says_so_at_once() -> None:
-    began = time.monotonic()
+    began, init = time.monotonic(), gradwire.init  # is loaded here, which takes a descriptor
     with no_descriptors(), pytest.raises(RendezvousError, match="no file descriptor left"):
-        gradwire.init(rank=1, size=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
+        init(rank=1, size=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
     assert time.monotonic() - began < LIMIT / 2
 
 
