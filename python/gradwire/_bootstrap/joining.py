@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
@@ -42,6 +42,7 @@ from gradwire._bootstrap.join_listener import (
 )
 from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
+from gradwire._bootstrap.shrink import Made
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.survivor_links import (
     MAX_NUMBER,
@@ -74,12 +75,6 @@ _LOOK_SECONDS = 0.2  # between two looks for that one
 
 _log = logging.getLogger("gradwire")
 
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_Made = TypeVar("_Made", bound=_Closable)
 Reader = Callable[[str, float], bytes]  # of a key, within so many seconds: see StoreClient.get
 
 
@@ -145,7 +140,7 @@ def unpack_invitation(data: bytes) -> Invitation:
         raise ValueError(str(error)) from None
 
 
-def join(options: JoinOptions, make: Callable[[Mesh, float], _Made], deadline: Deadline) -> _Made:
+def join(options: JoinOptions, make: Callable[[Mesh, float], Made], deadline: Deadline) -> Made:
     """Waits until members let this process in; returns `make(mesh, seconds)`.
 
     `seconds` is the time for making links. Raises RendezvousError when nobody has by the deadline,
@@ -156,7 +151,7 @@ def join(options: JoinOptions, make: Callable[[Mesh, float], _Made], deadline: D
     lost = 0.0  # seconds of the members' time, in all attempts
     over: Deadline | None = None  # for word of members that go on
     while True:
-        request: _Request[_Made] | None = None
+        request: _Request[Made] | None = None
         try:
             limit = deadline if over is None else deadline.within(over.remaining)
             with reader_of(
@@ -302,7 +297,7 @@ def _interface(info: AddressInfo) -> Choice:
     return choose(source, pattern=pattern, several_hosts=True)
 
 
-class _Request(Generic[_Made]):
+class _Request(Generic[Made]):
     """One request to join, until the end of the link or the word that it is in."""
 
     def __init__(
@@ -310,7 +305,7 @@ class _Request(Generic[_Made]):
         options: JoinOptions,
         entry: ListenerEntry,
         links: SurvivorLinks,
-        make: Callable[[Mesh, float], _Made],
+        make: Callable[[Mesh, float], Made],
         deadline: Deadline,
         is_current: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -325,14 +320,14 @@ class _Request(Generic[_Made]):
         self._invited_at: float | None = None  # for the first time
         self._addresses: tuple[View, bytes] | None = None
         self._is_in: View | None = None
-        self._candidate: tuple[View, _Made] | None = None
+        self._candidate: tuple[View, Made] | None = None
 
     @property
     def seconds(self) -> float:
         """The time since its first invitation; 0 before."""
         return 0.0 if self._invited_at is None else time.monotonic() - self._invited_at
 
-    def run(self) -> _Made:
+    def run(self) -> Made:
         try:
             while True:
                 with contextlib.suppress(_Invited):
@@ -341,7 +336,7 @@ class _Request(Generic[_Made]):
             self._drop_candidate()
             raise
 
-    def _attempt(self) -> _Made:
+    def _attempt(self) -> Made:
         self._wait(lambda: self._invited is not None)
         assert self._invited is not None
         view, invitation = self._invited
@@ -359,7 +354,7 @@ class _Request(Generic[_Made]):
         self._say(MessageKind.DONE, view)
         return made
 
-    def _connect(self, view: View, invitation: Invitation) -> _Made:
+    def _connect(self, view: View, invitation: Invitation) -> Made:
         job_ranks: list[int] = []
         mesh = connect_mesh(
             self._job,
