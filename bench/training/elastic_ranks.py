@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradwire import Communicator
 from gradwire.torch import elastic, register
 from gradwire.torch.elastic.averaging import Averager, Averaging
-from gradwire.torch.elastic.buffers import Buffers
+from gradwire.torch.elastic.model_buffers import ModelBuffers
 from gradwire.torch.exchange.rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,7 +158,7 @@ def bare_step(millions: int, communicator: Communicator) -> Callable[[], None]:
     model, optimizer = made(millions, norms=True)
     rules = Rules("none")
     averager = Averager(
-        dict(model.named_parameters()), Buffers(model), Averaging("auto", rules, None, None)
+        dict(model.named_parameters()), ModelBuffers(model), Averaging("auto", rules, None, None)
     )
     averager.adopt(communicator)
     count = itertools.count()

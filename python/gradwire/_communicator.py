@@ -42,7 +42,7 @@ from gradwire._errors import Error, InvalidArgument
 from gradwire._launch import at_exit
 from gradwire._model import CostModel
 from gradwire._trace import session
-from gradwire._trace.track import Place as TracePlace
+from gradwire._trace.track import TracedRank
 
 if TYPE_CHECKING:
     from gradwire.lab.tuning.fit import Timing
@@ -136,7 +136,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
         self._is_one_round: bool | None = None  # of a barrier; None: not decided
-        self._track = session.track(core, _trace_place(mesh), self)
+        self._track = session.track(core, _traced_rank(mesh), self)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
@@ -580,8 +580,8 @@ _FAST_PATHS: dict[str, _core.fast_path_method[Any, Any, Any]] = {
 }
 
 
-def _trace_place(mesh: Mesh) -> TracePlace:
-    return TracePlace(
+def _traced_rank(mesh: Mesh) -> TracedRank:
+    return TracedRank(
         mesh.job.name,
         mesh.job.tag,
         mesh.communicator,

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from gradwire import _core
 from gradwire._arrays import buffers
-from gradwire._arrays.buffers import Buffers, Place
 from gradwire._arrays.shapes import Check
+from gradwire._calls.communicator_like import CommunicatorLike
 from gradwire._calls.options import Options
 from gradwire._calls.reductions import CodecLike
 from gradwire._feedback import ErrorFeedback
 from gradwire._schedules.schedule import Schedule
-
-
-class Host(Protocol):
-    """The part of the communicator that these methods need."""
-
-    _place: Place
-
-    def _call(self, name: str, given: Buffers, options: Options) -> Any: ...
-    def _rank(self, rank: int, what: str) -> int: ...
 
 
 class ArrayCollectives:
@@ -29,7 +20,7 @@ class ArrayCollectives:
 
     @_core.fast_path_method
     def all_reduce(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         op: str = "sum",
@@ -61,7 +52,7 @@ class ArrayCollectives:
     allreduce = all_reduce
 
     def reduce_scatter(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         op: str = "sum",
@@ -92,7 +83,7 @@ class ArrayCollectives:
         return self._call("reduce_scatter", buffers.reduce_scatter(x, out, self._place), options)
 
     def all_gather(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         algorithm: str = "auto",
@@ -112,7 +103,7 @@ class ArrayCollectives:
         return self._call("all_gather", buffers.all_gather(x, out, self._place), options)
 
     def broadcast(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         root: int = 0,
@@ -128,7 +119,7 @@ class ArrayCollectives:
         return self._call("broadcast", buffers.broadcast(x, root, self._place), options)
 
     def reduce(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         root: int = 0,
@@ -159,7 +150,7 @@ class ArrayCollectives:
         return self._call("reduce", buffers.reduce(x, out, root, self._place), options)
 
     def gather(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         root: int = 0,
@@ -175,7 +166,7 @@ class ArrayCollectives:
         return self._call("gather", buffers.gather(x, out, root, self._place), options)
 
     def scatter(
-        self: Host,
+        self: CommunicatorLike,
         x: Any = None,
         *,
         root: int = 0,
@@ -195,7 +186,7 @@ class ArrayCollectives:
         return self._call("scatter", buffers.scatter(x, out, root, self._place), options)
 
     def all_to_all(
-        self: Host,
+        self: CommunicatorLike,
         x: Any,
         *,
         algorithm: str = "auto",

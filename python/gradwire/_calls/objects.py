@@ -5,34 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire._base.deadline import Deadline
+from gradwire._calls.communicator_like import CommunicatorLike
 from gradwire._errors import InvalidArgument, describe
 
 _PROTOCOL = 5  # every Python that gradwire runs on has it
-
-
-class Host(Protocol):
-    """The part of the communicator that these methods need."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any: ...
-    def broadcast(self, x: Any, *, root: int = 0, timeout: float | None = None) -> Any: ...
-    def gather(
-        self, x: Any, *, root: int = 0, out: Any = None, timeout: float | None = None
-    ) -> Any: ...
-    def scatter(
-        self, x: Any = None, *, root: int = 0, out: Any = None, timeout: float | None = None
-    ) -> Any: ...
-    def _seconds(self, timeout: float | None) -> float: ...
-    def _rank(self, rank: int, what: str) -> int: ...
 
 
 class ObjectCollectives:
@@ -50,7 +32,7 @@ class ObjectCollectives:
     """
 
     def broadcast_object(
-        self: Host, obj: Any = None, *, root: int = 0, timeout: float | None = None
+        self: CommunicatorLike, obj: Any = None, *, root: int = 0, timeout: float | None = None
     ) -> Any:
         """The root's `obj`, on all ranks: itself on the root, a copy by pickle on the others.
 
@@ -68,7 +50,9 @@ class ObjectCollectives:
             raise InvalidArgument(_text(data))
         return obj if self.rank == root else _unpickled(name, root, data)
 
-    def all_gather_object(self: Host, obj: Any, *, timeout: float | None = None) -> list[Any]:
+    def all_gather_object(
+        self: CommunicatorLike, obj: Any, *, timeout: float | None = None
+    ) -> list[Any]:
         """All ranks' `obj` in a list by rank, on all ranks; also the own one is a copy by pickle.
 
         Only for ranks that trust each other: unpickling runs code that the sender chooses; see
@@ -82,7 +66,7 @@ class ObjectCollectives:
         return [_unpickled(name, rank, blob) for rank, blob in enumerate(blobs)]
 
     def gather_object(
-        self: Host, obj: Any, *, root: int = 0, timeout: float | None = None
+        self: CommunicatorLike, obj: Any, *, root: int = 0, timeout: float | None = None
     ) -> list[Any] | None:
         """All ranks' `obj` in a list by rank, on the root; returns None on the others.
 
@@ -100,7 +84,7 @@ class ObjectCollectives:
         return [_unpickled(name, rank, blob) for rank, blob in enumerate(blobs)]
 
     def scatter_object(
-        self: Host,
+        self: CommunicatorLike,
         objs: Sequence[Any] | None = None,
         *,
         root: int = 0,
@@ -170,7 +154,7 @@ def _text(data: NDArray[np.uint8]) -> str:
     return data.tobytes().decode(errors="replace")
 
 
-def _gather_sizes(comm: Host, own: _Pickled, deadline: Deadline) -> list[int]:
+def _gather_sizes(comm: CommunicatorLike, own: _Pickled, deadline: Deadline) -> list[int]:
     """All ranks' sizes; raises InvalidArgument on all ranks if one could not pickle its object."""
     head = np.array([[len(own.data), own.failed]], np.int64)
     heads = comm.all_gather(head, timeout=deadline.left).tolist()
@@ -183,7 +167,7 @@ def _gather_sizes(comm: Host, own: _Pickled, deadline: Deadline) -> list[int]:
 
 
 def _broadcast_text(
-    comm: Host, own: Sequence[_Pickled], root: int, size: int, deadline: Deadline
+    comm: CommunicatorLike, own: Sequence[_Pickled], root: int, size: int, deadline: Deadline
 ) -> str:
     data = own[0].data if own else np.empty(size, np.uint8)
     comm.broadcast(data, root=root, timeout=deadline.left)

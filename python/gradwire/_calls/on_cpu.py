@@ -15,7 +15,7 @@ from gradwire._arrays.buffers import Buffers, Place
 from gradwire._arrays.operands import written
 from gradwire._calls import reductions, scaling, work
 from gradwire._calls.options import Options
-from gradwire._calls.reductions import Call
+from gradwire._calls.reductions import PreparedCall
 from gradwire._calls.requests import request_of
 from gradwire._calls.work import Work
 from gradwire._trace import names
@@ -66,7 +66,9 @@ class CpuCalls:
             raise
         return begun if options.async_op else call.finish()
 
-    def _begin(self, call: Call, buffers: Buffers, options: Options, timeout: float) -> Work | None:
+    def _begin(
+        self, call: PreparedCall, buffers: Buffers, options: Options, timeout: float
+    ) -> Work | None:
         """Runs the call, or submits it."""
         request = request_of(call, options)
         shape = shapes.text_of(call.name, buffers, options.check)
@@ -87,7 +89,7 @@ class CpuCalls:
 
     def _cache_call(
         self,
-        call: Call,
+        call: PreparedCall,
         buffers: Buffers,
         options: Options,
         request: _core.Request,

@@ -38,7 +38,7 @@ class ReductionOptions(Protocol):
     def feedback(self) -> ErrorFeedback | bool | None: ...
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """One call in the core's terms."""
 
     name: str
@@ -57,11 +57,13 @@ class Call(NamedTuple):
 
 def prepare(
     name: str, buffers: Buffers, options: ReductionOptions, place: Place, *, on_gpu: bool = False
-) -> Call:
+) -> PreparedCall:
     """Makes the call; raises InvalidArgument if arrays, codec and feedback do not match."""
     inputs, outputs, result = buffers
     known = (*inputs, *outputs)[0]
-    call = Call(name, known.dtype if known.reducible else "uint8", inputs, outputs, lambda: result)
+    call = PreparedCall(
+        name, known.dtype if known.reducible else "uint8", inputs, outputs, lambda: result
+    )
     if name not in _REDUCING:
         return call if known.reducible else call._replace(moved=known.dtype)
     if not known.reducible:
@@ -119,14 +121,16 @@ def _native(spec: str) -> _core.Codec:
     return _core.Codec(spec)
 
 
-def _with_codec(call: Call, codec: _core.Codec, options: ReductionOptions) -> Call:
+def _with_codec(call: PreparedCall, codec: _core.Codec, options: ReductionOptions) -> PreparedCall:
     call = _with_feedback(call, codec.name, codec.biased, options)._replace(codec=codec)
     if not codec.compound:
         return call
     return call._replace(shapes=[_matrix(each.shape) for each in call.inputs])
 
 
-def _with_feedback(call: Call, codec: str, biased: bool, options: ReductionOptions) -> Call:
+def _with_feedback(
+    call: PreparedCall, codec: str, biased: bool, options: ReductionOptions
+) -> PreparedCall:
     feedback = options.feedback
     if feedback is None and biased:
         raise InvalidArgument(
@@ -168,7 +172,9 @@ def _named(keys: Sequence[Any] | None) -> Keys | None:
     return named
 
 
-def _with_python_codec(call: Call, codec: Codec, options: ReductionOptions, place: Place) -> Call:
+def _with_python_codec(
+    call: PreparedCall, codec: Codec, options: ReductionOptions, place: Place
+) -> PreparedCall:
     if options.op not in ("sum", "avg"):
         raise InvalidArgument(f"codec '{codec}' is for op 'sum' or 'avg', not '{options.op}'")
     call = _with_feedback(call, str(codec), codec.biased, options)
@@ -183,7 +189,7 @@ def _with_python_codec(call: Call, codec: Codec, options: ReductionOptions, plac
     return call._replace(finish=decode, feedback=None, keys=(), reduction=reduction, is_late=True)
 
 
-def _results(call: Call, options: ReductionOptions, place: Place) -> dict[int, Operand]:
+def _results(call: PreparedCall, options: ReductionOptions, place: Place) -> dict[int, Operand]:
     """The arrays for the sums on this rank, by the number of their input."""
     if call.name == "reduce_scatter":
         return {place.rank: call.outputs[0]}

@@ -8,10 +8,10 @@ from gradwire import _core
 from gradwire._arrays.operands import Operand
 from gradwire._calls import scaling
 from gradwire._calls.options import Options
-from gradwire._calls.reductions import Call
+from gradwire._calls.reductions import PreparedCall
 
 
-def request_of(call: Call, options: Options) -> _core.Request:
+def request_of(call: PreparedCall, options: Options) -> _core.Request:
     """The request for a call that `reductions.prepare` has checked."""
     request = _core.Request(
         call.name,

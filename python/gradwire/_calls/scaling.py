@@ -14,7 +14,7 @@ from gradwire._arrays.buffers import Buffers
 from gradwire._arrays.operands import Operand
 from gradwire._base import arguments
 from gradwire._calls.options import Options
-from gradwire._calls.reductions import Call
+from gradwire._calls.reductions import PreparedCall
 from gradwire._errors import InvalidArgument
 
 _SCALABLE = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
@@ -39,7 +39,7 @@ def prescaled(name: str, buffers: Buffers, options: Options) -> Buffers:
     return buffers._replace(inputs=[_copy(each, factors["prescale"]) for each in buffers.inputs])
 
 
-def postscaled(call: Call, options: Options) -> Call:
+def postscaled(call: PreparedCall, options: Options) -> PreparedCall:
     """Makes the call multiply its results once, when it is finished."""
     factor = float(options.postscale)
     if factor == 1:
@@ -54,7 +54,7 @@ def postscaled(call: Call, options: Options) -> Call:
     return call._replace(finish=scale, is_late=True)
 
 
-def label(call: Call, options: Options) -> str | None:
+def label(call: PreparedCall, options: Options) -> str | None:
     """The text by which ranks compare codec and `postscale`; None if the codec's name suffices."""
     codec = None if call.reduction is None else str(call.reduction.codec)
     if options.postscale == 1:

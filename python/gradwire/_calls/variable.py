@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,26 +11,11 @@ from numpy.typing import NDArray
 from gradwire._arrays.operands import Operand, device_of, empty, operand, operands, same_dtype
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
+from gradwire._calls.communicator_like import CommunicatorLike
 from gradwire._errors import InvalidArgument
 
 _MOST_DIMENSIONS = 32
 _NAME_BYTES = 24  # of a dtype
-
-
-class Host(Protocol):
-    """The part of the communicator that these methods need."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather(
-        self, x: Any, *, algorithm: str = "auto", out: Any = None, timeout: float | None = None
-    ) -> Any: ...
-    def all_to_all(
-        self, x: Any, *, algorithm: str = "auto", out: Any = None, timeout: float | None = None
-    ) -> Any: ...
-    def _seconds(self, timeout: float | None) -> float: ...
 
 
 class VariableCollectives:
@@ -42,7 +27,7 @@ class VariableCollectives:
     """
 
     def all_gather_v(
-        self: Host, x: Any, *, algorithm: str = "auto", timeout: float | None = None
+        self: CommunicatorLike, x: Any, *, algorithm: str = "auto", timeout: float | None = None
     ) -> list[Any]:
         """All ranks' `x` in a list by rank, on all ranks: new arrays, each of its rank's shape.
 
@@ -58,7 +43,11 @@ class VariableCollectives:
         return out
 
     def all_to_all_v(
-        self: Host, x: Sequence[Any], *, algorithm: str = "auto", timeout: float | None = None
+        self: CommunicatorLike,
+        x: Sequence[Any],
+        *,
+        algorithm: str = "auto",
+        timeout: float | None = None,
     ) -> list[Any]:
         """Array d of rank s's `x` becomes array s of rank d's result, a list of new arrays.
 

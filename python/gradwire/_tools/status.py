@@ -48,11 +48,11 @@ def report(name: str, *, as_json: bool = False) -> str:
     return "\n\n".join(each.as_table() for each in groups)
 
 
-def communicators(ranks: Sequence[Seen], name: str = "") -> list[Group]:
+def communicators(ranks: Sequence[Seen], name: str = "") -> list[LocalRanks]:
     """Groups ranks by communicator, in order."""
     fitting = [each for each in ranks if each["job"].startswith(name)]
     fitting.sort(key=lambda each: (*_key(each), each["rank"], each["pid"]))
-    return [Group(tuple(members)) for _, members in groupby(fitting, key=_key)]
+    return [LocalRanks(tuple(members)) for _, members in groupby(fitting, key=_key)]
 
 
 def _key(rank: Seen) -> tuple[str, int, int, int, int]:
@@ -61,7 +61,7 @@ def _key(rank: Seen) -> tuple[str, int, int, int, int]:
     return rank["job"], rank["tag"], rank["communicator"], rank["size"], alone
 
 
-class Group(NamedTuple):
+class LocalRanks(NamedTuple):
     """The ranks of one communicator that are on this host."""
 
     ranks: tuple[Seen, ...]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gradwire._trace import parts
 from gradwire._trace.clocks import Clock, Messages, keys
-from gradwire._trace.parts import Part, TrackRecord
+from gradwire._trace.parts import TracePart, TrackRecord
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -51,7 +51,7 @@ class Others:
 class Writer:
     """Turns the record of one process into entries."""
 
-    def __init__(self, part: Part, clock: Clock, base: int) -> None:
+    def __init__(self, part: TracePart, clock: Clock, base: int) -> None:
         self._part, self._clock, self._base = part, clock, base
 
     def entries(self, others: Others) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire._trace import parts
-from gradwire._trace.parts import Part, TrackRecord
+from gradwire._trace.parts import TracePart, TrackRecord
 
 _WINDOW = 10_000_000_000  # nanoseconds
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
@@ -57,7 +57,7 @@ class Messages:
     ends: _Array  # when staging or landing ended
 
 
-def align(found: Sequence[Part]) -> list[Clock]:
+def align(found: Sequence[TracePart]) -> list[Clock]:
     """The clock of each process; the first one's is the one that all are set to."""
     sent = [messages(each, sent=True) for each in found]
     received = [messages(each, sent=False) for each in found]
@@ -78,7 +78,7 @@ def align(found: Sequence[Part]) -> list[Clock]:
     return [_clock(index, each, first, bounds) for index, each in enumerate(found)]
 
 
-def _clock(index: int, part: Part, first: Part, bounds: dict[int, _Array]) -> Clock:
+def _clock(index: int, part: TracePart, first: TracePart, bounds: dict[int, _Array]) -> Clock:
     trusted = part.unix_offset - first.unix_offset
     at, shifts, errors = [], [], []
     for window, matrix in sorted(bounds.items()):
@@ -112,7 +112,7 @@ def _matched(sent: Messages, received: Messages) -> tuple[_Array, _Array]:
     return ours, theirs
 
 
-def messages(part: Part, *, sent: bool) -> Messages:
+def messages(part: TracePart, *, sent: bool) -> Messages:
     """The frames and messages that a process has sent or received."""
     found = [_of_track(each, sent) for each in part.tracks]
     return Messages(*(np.concatenate([each[i] for each in found]) for i in range(3)))

@@ -14,7 +14,7 @@ from gradwire._errors import InvalidArgument
 from gradwire._trace import clocks, parts
 from gradwire._trace.chrome import Entry, Others, Writer, base_time
 from gradwire._trace.clocks import Clock, Messages
-from gradwire._trace.parts import Part
+from gradwire._trace.parts import TracePart
 
 VERSION = 1  # of what "gradwire" in a file says
 
@@ -22,7 +22,7 @@ Progress: TypeAlias = Callable[[float, str], None]
 
 
 def write(
-    found: Sequence[Part],
+    found: Sequence[TracePart],
     path: Path,
     *,
     profiles: Iterable[Path] = (),
@@ -59,18 +59,20 @@ def write(
     return about
 
 
-def _first_time(found: Sequence[Part]) -> int:
+def _first_time(found: Sequence[TracePart]) -> int:
     times = [each.events["begin"].min() for each in found[0].tracks if len(each.events)]
     return int(min(times, default=0))
 
 
-def _all(found: Sequence[Part], aligned: Sequence[Clock], base: int) -> Iterator[Iterator[Entry]]:
+def _all(
+    found: Sequence[TracePart], aligned: Sequence[Clock], base: int
+) -> Iterator[Iterator[Entry]]:
     others = _others(found, aligned)
     for part, clock in zip(found, aligned, strict=True):
         yield Writer(part, clock, base).entries(others)
 
 
-def _others(found: Sequence[Part], aligned: Sequence[Clock]) -> Others:
+def _others(found: Sequence[TracePart], aligned: Sequence[Clock]) -> Others:
     sent, begun = [], {}
     for part, clock in zip(found, aligned, strict=True):
         ours = clocks.messages(part, sent=True)
@@ -85,7 +87,7 @@ def _others(found: Sequence[Part], aligned: Sequence[Clock]) -> Others:
     return Others(Messages(keys[order], times[order], ends[order]), begun)
 
 
-def _about(found: Sequence[Part], aligned: Sequence[Clock]) -> dict[str, Any]:
+def _about(found: Sequence[TracePart], aligned: Sequence[Clock]) -> dict[str, Any]:
     """Tells what the file says of itself: ranks, clocks, and what is missing."""
     there = {rank for each in found for rank in each.ranks}
     members = {rank for each in found for track in each.tracks for rank in track.place.job_ranks}
@@ -112,7 +114,7 @@ def _about(found: Sequence[Part], aligned: Sequence[Clock]) -> dict[str, Any]:
     }
 
 
-def _profile(path: Path, base: int, found: Sequence[Part]) -> Iterator[Entry]:
+def _profile(path: Path, base: int, found: Sequence[TracePart]) -> Iterator[Entry]:
     """The events of a file of torch.profiler; those of our processes are put beside our events."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gradwire._errors import InvalidArgument
 from gradwire._trace import clock, names
-from gradwire._trace.track import Place, Span, Track
+from gradwire._trace.track import Span, TracedRank, Track
 
 SUFFIX = ".gradwire-part"
 
@@ -53,7 +53,7 @@ REDUCES, AGAIN, READER, FAILED, SENT = 1, 2, 4, 8, 16
 class TrackRecord:
     """One communicator's record."""
 
-    place: Place
+    place: TracedRank
     events: npt.NDArray[Any]  # of EVENT
     labels: dict[int, str]
     dropped: int  # events before the first one here
@@ -63,7 +63,7 @@ class TrackRecord:
 
 
 @dataclass
-class Part:
+class TracePart:
     """The record of one process."""
 
     process: int
@@ -85,10 +85,10 @@ class Part:
         return self.tracks[0].place.job, self.tracks[0].place.tag
 
 
-def part_of(tracks: Sequence[Track], forgotten: int = 0) -> Part:
+def part_of(tracks: Sequence[Track], forgotten: int = 0) -> TracePart:
     """Reads what these tracks have recorded so far."""
     offset, error = clock.unix_offset()
-    return Part(
+    return TracePart(
         os.getpid(),
         socket.gethostname(),
         offset,
@@ -112,7 +112,7 @@ def _record(track: Track) -> TrackRecord:
     )
 
 
-def pack(part: Part) -> bytes:
+def pack(part: TracePart) -> bytes:
     """Encodes a part."""
     header = {
         "process": part.process,
@@ -139,7 +139,7 @@ def pack(part: Part) -> bytes:
     return b"".join([_MAGIC, len(text).to_bytes(8, "little"), text, *blobs, _END])
 
 
-def unpack(data: bytes, where: str) -> Part:
+def unpack(data: bytes, where: str) -> TracePart:
     """Decodes a part; raises InvalidArgument, which names `where` it is from."""
     if not data.startswith(_MAGIC):
         if data and _MAGIC.startswith(data):
@@ -155,7 +155,7 @@ def unpack(data: bytes, where: str) -> Part:
         raise InvalidArgument(f"{where} is damaged: {error!r}") from error
 
 
-def _unpack(data: memoryview, where: str) -> Part:
+def _unpack(data: memoryview, where: str) -> TracePart:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8 : 8 + length]))
     rest = data[8 + length :]
@@ -164,7 +164,7 @@ def _unpack(data: memoryview, where: str) -> Part:
         size = int(each["events"]) * EVENT.itemsize
         if size > len(rest):
             raise _cut_off(where)
-        place = Place(**each["place"])
+        place = TracedRank(**each["place"])
         tracks.append(
             TrackRecord(
                 place,
@@ -181,7 +181,7 @@ def _unpack(data: memoryview, where: str) -> Part:
         rest = rest[size:]
     if not tracks or len(rest):
         raise ValueError("its header and its length do not fit together")
-    return Part(
+    return TracePart(
         int(header["process"]),
         str(header["host"]),
         int(header["unix_offset"]),
@@ -206,7 +206,7 @@ def _cut_off(where: str) -> InvalidArgument:
     )
 
 
-def write(part: Part, folder: Path) -> Path:
+def write(part: TracePart, folder: Path) -> Path:
     """Writes a part into a folder, which is made if it is not there; returns the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = "-".join(map(str, part.ranks[:4]))
@@ -215,7 +215,7 @@ def write(part: Part, folder: Path) -> Path:
     return path
 
 
-def read(folder: Path) -> list[Part]:
+def read(folder: Path) -> list[TracePart]:
     """Reads all parts of a folder, which are one job's; raises InvalidArgument."""
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is no folder: give the one that GRADWIRE_TRACE named")

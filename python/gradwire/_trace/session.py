@@ -18,8 +18,8 @@ from gradwire import _core
 from gradwire._base import arguments, environment
 from gradwire._errors import Error, InvalidArgument
 from gradwire._trace import merge, parts
-from gradwire._trace.parts import Part
-from gradwire._trace.track import Place, Track
+from gradwire._trace.parts import TracePart
+from gradwire._trace.track import TracedRank, Track
 
 _log = logging.getLogger("gradwire")
 
@@ -67,7 +67,7 @@ class _Session:
             part = parts.part_of([each])
             self.forgotten += sum(len(its.events) + its.dropped for its in part.tracks)
 
-    def part(self) -> Part | None:
+    def part(self) -> TracePart | None:
         """Reads what was recorded; None for nothing."""
         return parts.part_of(self.tracks, self.forgotten) if self.tracks else None
 
@@ -81,7 +81,7 @@ class _Session:
 _session: _Session | None = None
 
 
-def track(core: _core.Communicator, place: Place, owner: object) -> Track:
+def track(core: _core.Communicator, place: TracedRank, owner: object) -> Track:
     """The track of a new communicator, which records if this process does."""
     global _session
     made = Track(core, place, owner)
@@ -203,7 +203,7 @@ class trace:
             self._leave(found, str(its))
             raise
 
-    def _gather(self, session: _Session) -> list[Part]:
+    def _gather(self, session: _Session) -> list[TracePart]:
         """The records to write here: those of all ranks on rank 0, and none on the others."""
         comm = self._compare_clocks()
         part = session.part()
@@ -235,7 +235,7 @@ class trace:
         if part is not None:
             self._leave([part], why)
 
-    def _leave(self, found: Sequence[Part], why: str) -> None:
+    def _leave(self, found: Sequence[TracePart], why: str) -> None:
         """Writes parts beside the file, which cannot be written now."""
         folder = Path(f"{self._path}.parts")
         for part in found:

@@ -13,7 +13,7 @@ from gradwire import _core
 from gradwire._trace import clock
 
 
-class Place(NamedTuple):
+class TracedRank(NamedTuple):
     """A communicator of a job, and this rank in it."""
 
     job: str
@@ -48,7 +48,7 @@ Recorded: TypeAlias = tuple[bytes, int, dict[int, str], int]
 class Track:
     """The record of a communicator: calls, by the core, and spans of the program."""
 
-    def __init__(self, core: _core.Communicator, place: Place, owner: Any) -> None:
+    def __init__(self, core: _core.Communicator, place: TracedRank, owner: Any) -> None:
         """`owner` is the communicator, which this does not keep alive."""
         self.place, self.number = place, next(_numbers)
         self._owner = weakref.ref(owner)

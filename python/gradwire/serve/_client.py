@@ -24,7 +24,7 @@ from gradwire.codec import NativeCodec
 from gradwire.serve import _directory
 from gradwire.serve._histories import Versions
 from gradwire.serve._joining import Joining
-from gradwire.serve._names import Place, identity
+from gradwire.serve._names import ClientSlot, identity
 from gradwire.serve._reconnect import LastingClient
 from gradwire.serve._rules import Rule, Staged
 from gradwire.serve._vectors import Command, pack, unpack
@@ -125,7 +125,7 @@ class ParameterServer:
         table: Table,
         shards: int,
         timeout: float,
-        place: Place | None = None,
+        place: ClientSlot | None = None,
     ) -> None:
         self._core, self._table, self._shards, self._timeout = core, table, shards, timeout
         self._place = place  # until it is closed

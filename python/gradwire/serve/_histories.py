@@ -16,24 +16,24 @@ from gradwire import _core
 MOST_STARTS = 256  # older ones are forgotten
 
 
-class Start(NamedTuple):
+class HistoryStart(NamedTuple):
     """A server's start: a name that no other has, and the version with which it began."""
 
     name: int
     version: int
 
 
-History = tuple[Start, ...]
+History = tuple[HistoryStart, ...]
 
 
 def begun(before: History, version: int) -> History:
     """The history of a shard that begins now, with a version of that before."""
-    return (*before, Start(secrets.randbits(63), version))[-MOST_STARTS:]
+    return (*before, HistoryStart(secrets.randbits(63), version))[-MOST_STARTS:]
 
 
 def parse(given: Any) -> History:
     """A history from JSON; raises ValueError or TypeError for anything else."""
-    found = tuple(Start(name, version) for name, version in given)
+    found = tuple(HistoryStart(name, version) for name, version in given)
     numbers = [each for start in found for each in start]
     if len(found) > MOST_STARTS or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError("starts are pairs of numbers of 63 bits")

@@ -19,7 +19,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 _NO_RUN = "none"  # torchrun's id where it was given none
 
 
-class Place:
+class ClientSlot:
     """One of this process's clients without a name of their own, for as long as it is kept."""
 
 
@@ -31,10 +31,10 @@ class Identity(NamedTuple):
 
     name: str
     label: str
-    place: Place | None = None
+    place: ClientSlot | None = None
 
 
-_places: dict[str, weakref.ref[Place]] = {}  # by name; guarded by the lock
+_places: dict[str, weakref.ref[ClientSlot]] = {}  # by name; guarded by the lock
 _lock = threading.Lock()
 
 
@@ -65,13 +65,13 @@ def _launch() -> str:
     return f"{host_identity() if host in _LOCAL else host}:{port}"
 
 
-def _take(name: str) -> tuple[str, Place]:
+def _take(name: str) -> tuple[str, ClientSlot]:
     """The first of name, name/2, name/3, ... that no open client of this process has."""
     with _lock:
         for i in itertools.count(1):
             found = name if i == 1 else f"{name}/{i}"
             if found not in _places or _places[found]() is None:
-                place = Place()
+                place = ClientSlot()
                 _places[found] = weakref.ref(place)
                 return found, place
     raise AssertionError

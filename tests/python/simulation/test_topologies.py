@@ -12,11 +12,11 @@ def test_levels_are_read_from_the_inside_out() -> None:
         "8 per host, 400gbit, 5us; 32 hosts a rack, oversubscription 4, 1us; "
         "16 racks per hall, 2tbit"
     )
-    assert [each.name for each in found.groups] == ["host", "rack", "hall"]
-    assert [each.ranks for each in found.groups] == [8, 256, 4096]
-    assert [each.rate for each in found.groups] == [400e9, 3.2e12, 2e12]
-    assert found.groups[2].latency is None
-    assert [each.latency for each in found.groups[:2]] == pytest.approx([5e-6, 1e-6])
+    assert [each.name for each in found.levels] == ["host", "rack", "hall"]
+    assert [each.ranks for each in found.levels] == [8, 256, 4096]
+    assert [each.rate for each in found.levels] == [400e9, 3.2e12, 2e12]
+    assert found.levels[2].latency is None
+    assert [each.latency for each in found.levels[:2]] == pytest.approx([5e-6, 1e-6])
     assert found.per_host == 8
 
 

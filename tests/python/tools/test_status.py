@@ -20,7 +20,7 @@ import pytest
 from gradwire import Aborted, Communicator, _core
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._tools.status import Group, communicators
+from gradwire._tools.status import LocalRanks, communicators
 from ranks import LIMIT, Outcome, eventually, outcomes, state_of
 
 Seen = dict[str, Any]
@@ -253,7 +253,7 @@ def test_jobs_are_told_apart() -> None:
 
 def test_the_table_has_columns() -> None:
     idle = seen(1, 2, activity="outside", seconds=3725.0, calls=0)
-    lines = Group((seen(0, 2, peer=1), idle)).as_table().splitlines()
+    lines = LocalRanks((seen(0, 2, peer=1), idle)).as_table().splitlines()
     first, *others = map(str.index, lines[1:], ("does", "all_", "outside"))
     assert others == [first, first]
     assert "62 min 5 s" in lines[3]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
-from gradwire.torch.elastic.replica import Replica
+from gradwire.torch.elastic.session_state import SessionState
 from torch import nn
 
 SAMPLES, BATCH = 48, 4
@@ -116,8 +116,8 @@ def test_a_joiner_gets_those_of_modules_that_have_assigned_them() -> None:
     old, new = Model(1), Model(2)
     for each in torch.rand(3, 4, 4):
         old(each)
-    state = Replica(old, torch.optim.SGD(old.parameters()), []).state_dict()
-    Replica(new, torch.optim.SGD(new.parameters()), []).load_state_dict(state)
+    state = SessionState(old, torch.optim.SGD(old.parameters()), []).state_dict()
+    SessionState(new, torch.optim.SGD(new.parameters()), []).load_state_dict(state)
     assert alike(values_of(old), values_of(new))
     assert new.view.data_ptr() == new.line[2:].data_ptr()
     assert old.ema is not new.ema

@@ -88,7 +88,7 @@ class Cluster:
 
     def at_rate(self, bits: float) -> Cluster:
         """The same cluster with other links between hosts, by closed forms, which are quick."""
-        host = self.topology.groups[0]
+        host = self.topology.levels[0]
         latency = host.latency or self.base.parameters["between.latency"]
         link = f"{bits / 1e6}mbit,{latency * 1e6}us"
         inside = self.topology.inside
@@ -230,6 +230,6 @@ def ratio(layers: list[Layer], codec: str) -> float:
 
 def describe(cluster: Cluster) -> str:
     """The cluster in words."""
-    host = cluster.topology.groups[0]
+    host = cluster.topology.levels[0]
     hosts = -(-cluster.ranks // cluster.per_host)
     return f"{hosts} hosts of {cluster.per_host}, joined by {units.show_rate(host.rate)}"

@@ -33,7 +33,7 @@ def to_dict(advice: Findings) -> dict[str, Any]:
         "parameters": advice.network.parameters,
         "ranks": advice.ranks,
         "per_host": advice.cluster.per_host,
-        "link_bits_per_second": advice.cluster.topology.groups[0].rate,
+        "link_bits_per_second": advice.cluster.topology.levels[0].rate,
         "batch": advice.batch,
         "compute_seconds": advice.compute,
         "bytes_sent": {

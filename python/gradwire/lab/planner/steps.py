@@ -21,7 +21,7 @@ LOCAL, SERVER = "local SGD", "asynchronous server"
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PlannedBucket:
     """Layers whose gradients travel together, and when they are there: a share of backward.
 
     Of these, `sensitive` are the model's first and last, and embeddings.
@@ -32,10 +32,10 @@ class Bucket:
     sensitive: tuple[Layer, ...] = ()
 
 
-def buckets(network: Network, most: int = _BUCKET) -> list[Bucket]:
+def buckets(network: Network, most: int = _BUCKET) -> list[PlannedBucket]:
     """The buckets of a model, in the order in which backward fills them."""
     whole = network.flops or 1.0
-    found: list[Bucket] = []
+    found: list[PlannedBucket] = []
     waiting: list[Layer] = []
     done = filled = 0.0
     limit = _FIRST_BUCKET
@@ -46,15 +46,15 @@ def buckets(network: Network, most: int = _BUCKET) -> list[Bucket]:
         waiting.append(layer)
         filled += 4.0 * layer.parameters
         if filled >= limit:
-            found.append(Bucket(tuple(waiting), done / whole))
+            found.append(PlannedBucket(tuple(waiting), done / whole))
             waiting, filled, limit = [], 0.0, most
     if waiting:
-        found.append(Bucket(tuple(waiting), 1.0))
+        found.append(PlannedBucket(tuple(waiting), 1.0))
     if found:
-        found[-1] = Bucket(found[-1].layers, 1.0)
+        found[-1] = PlannedBucket(found[-1].layers, 1.0)
     ends = _sensitive(network)
     return [
-        Bucket(each.layers, each.ready, tuple(x for x in each.layers if x in ends))
+        PlannedBucket(each.layers, each.ready, tuple(x for x in each.layers if x in ends))
         for each in found
     ]
 
@@ -92,7 +92,7 @@ class Prediction:
 
 
 def synchronous(
-    parts: Sequence[Bucket], compute: float, cluster: Cluster, algorithm: str, codec: str
+    parts: Sequence[PlannedBucket], compute: float, cluster: Cluster, algorithm: str, codec: str
 ) -> Prediction:
     """A step that averages all gradients before the optimizer's."""
     backward = _BACKWARD * compute
@@ -115,7 +115,7 @@ def accumulated(each: Prediction, steps: int) -> Prediction:
 
 
 def local(
-    parts: Sequence[Bucket],
+    parts: Sequence[PlannedBucket],
     compute: float,
     cluster: Cluster,
     algorithm: str,
@@ -132,7 +132,7 @@ def local(
 
 
 def server(
-    parts: Sequence[Bucket], compute: float, cluster: Cluster, codec: str, ratio: float
+    parts: Sequence[PlannedBucket], compute: float, cluster: Cluster, codec: str, ratio: float
 ) -> Prediction:
     """A step beside an asynchronous server, a shard on each host (Dean et al. 2012, sec. 4.1).
 

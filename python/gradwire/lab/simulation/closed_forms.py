@@ -30,7 +30,7 @@ _NEAR = 64 << 10  # bytes of calls for which the factor is 1
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundCost:
     """Equal rounds that follow each other, in which every rank sends and lands `messages`.
 
     `leaving(g)` counts the messages that leave the busiest group of g ranks, `far(g)` is the share
@@ -88,7 +88,7 @@ def seconds(
     largest = max(each.nbytes for each in parts) * prices.ratio
     segments = 1 if algorithm == BINOMIAL_TREE else segments_of(largest)
     trees = sum(_tree(each, prices, segments) for each in parts if isinstance(each, Tree))
-    rounds = [each for each in parts if isinstance(each, Round)]
+    rounds = [each for each in parts if isinstance(each, RoundCost)]
     return prices.call + trees + _rounds(rounds, prices, segments)
 
 
@@ -137,9 +137,9 @@ class Prices:
         self.ratio = 1.0 if codec == "none" else ratio_of(codec, nbytes)
         inside = parameters["within.beta"]
         self._levels = [(1, inside, 0.0)] if self.host > 1 else []
-        for each in topology.groups:
+        for each in topology.levels:
             beta = seconds_of_byte(each.rate)
-            first = each is topology.groups[0]
+            first = each is topology.levels[0]
             self._levels.append((each.ranks, beta, 0.0 if first else each.latency or 0.0))
 
     def wire(self, nbytes: float) -> float:
@@ -189,7 +189,7 @@ class Prices:
         return again + (encode + decode if landing == "first" else 0.0), decode
 
 
-def _rounds(rounds: Iterable[Round], prices: Prices, segments: int) -> float:
+def _rounds(rounds: Iterable[RoundCost], prices: Prices, segments: int) -> float:
     total = last = 0.0
     for each in rounds:
         way, busy = _round(each, prices, each.nbytes / segments)
@@ -198,7 +198,7 @@ def _rounds(rounds: Iterable[Round], prices: Prices, segments: int) -> float:
     return total + last
 
 
-def _round(each: Round, prices: Prices, part: float) -> tuple[float, float]:
+def _round(each: RoundCost, prices: Prices, part: float) -> tuple[float, float]:
     """The seconds of one segment's round alone, and of each of many that follow each other."""
     ends = prices.ends(part, prices.far(each.far), each.landing, each.cold)
     staged = ends.stage * (1 if each.alike else each.messages)
@@ -255,7 +255,7 @@ def _climb_and_descend(tree: Tree, prices: Prices, part: float, far: float) -> f
     return climb + fall + down.land
 
 
-def _parts(algorithm: str, nbytes: float, ranks: int, topology: Topology) -> list[Round | Tree]:
+def _parts(algorithm: str, nbytes: float, ranks: int, topology: Topology) -> list[RoundCost | Tree]:
     nested = _nested(algorithm)
     if nested is None:
         return list(_SHAPES[algorithm](nbytes, ranks))
@@ -265,8 +265,8 @@ def _parts(algorithm: str, nbytes: float, ranks: int, topology: Topology) -> lis
         raise InvalidArgument(
             f"ranks={ranks}: the closed form of {algorithm} needs hosts of {each} ranks each"
         )
-    inner: list[Round | Tree] = [*_SHAPES[nested[0]](nbytes, each)] if each > 1 else []
-    outer: list[Round | Tree] = [*_SHAPES[nested[1]](nbytes / each, hosts)] if hosts > 1 else []
+    inner: list[RoundCost | Tree] = [*_SHAPES[nested[0]](nbytes, each)] if each > 1 else []
+    outer: list[RoundCost | Tree] = [*_SHAPES[nested[1]](nbytes / each, hosts)] if hosts > 1 else []
     half = len(inner) // 2
     return [
         *map(_within, inner[:half]),
@@ -275,9 +275,9 @@ def _parts(algorithm: str, nbytes: float, ranks: int, topology: Topology) -> lis
     ]
 
 
-def _within(part: Round | Tree) -> Round:
+def _within(part: RoundCost | Tree) -> RoundCost:
     """The same round in each of many hosts: nothing leaves one."""
-    assert isinstance(part, Round)
+    assert isinstance(part, RoundCost)
     leaving = part.leaving
     return replace(
         part,
@@ -287,9 +287,9 @@ def _within(part: Round | Tree) -> Round:
     )
 
 
-def _spread(part: Round | Tree, each: int) -> Round:
+def _spread(part: RoundCost | Tree, each: int) -> RoundCost:
     """A round between hosts, which `each` ranks of every host make at once."""
-    assert isinstance(part, Round)
+    assert isinstance(part, RoundCost)
     leaving, far, path = part.leaving, part.far, part.path
     return replace(
         part,
@@ -299,7 +299,7 @@ def _spread(part: Round | Tree, each: int) -> Round:
     )
 
 
-def _ring(nbytes: float, p: int) -> list[Round]:
+def _ring(nbytes: float, p: int) -> list[RoundCost]:
     def leaving(g: int) -> float:
         return 1.0 if g < p else 0.0
 
@@ -311,7 +311,7 @@ def _ring(nbytes: float, p: int) -> list[Round]:
 
     chunk = nbytes / p
     return [
-        Round(chunk, leaving, far, landing, times=times, path=path, cold=(first, 1.0))
+        RoundCost(chunk, leaving, far, landing, times=times, path=path, cold=(first, 1.0))
         for landing, times, first in (
             ("reduce", 1, 1.0),
             ("reduce", p - 2, 0.0),
@@ -321,7 +321,7 @@ def _ring(nbytes: float, p: int) -> list[Round]:
     ]
 
 
-def _direct(nbytes: float, p: int) -> list[Round]:
+def _direct(nbytes: float, p: int) -> list[RoundCost]:
     def leaving(g: int) -> float:
         return float(g * (p - g)) if g < p else 0.0
 
@@ -329,8 +329,8 @@ def _direct(nbytes: float, p: int) -> list[Round]:
         return max(0, p - g) / (p - 1)
 
     return [
-        Round(nbytes / p, leaving, far, "reduce", p - 1, cold=(1.0, 1 / (p - 1))),
-        Round(nbytes / p, leaving, far, "first", p - 1, alike=True, cold=(0.0, 0.0)),
+        RoundCost(nbytes / p, leaving, far, "reduce", p - 1, cold=(1.0, 1 / (p - 1))),
+        RoundCost(nbytes / p, leaving, far, "first", p - 1, alike=True, cold=(0.0, 0.0)),
     ]
 
 
@@ -349,7 +349,7 @@ def _exchange(mask: int, p: int) -> tuple[Callable[[int], float], Callable[[int]
     return leaving, far
 
 
-def _folded(nbytes: float, p: int) -> tuple[int, list[Round], list[Round]]:
+def _folded(nbytes: float, p: int) -> tuple[int, list[RoundCost], list[RoundCost]]:
     """The power of two that takes part, and the rounds before and after it for the other ranks."""
     core = 1 << (p.bit_length() - 1)
     if core == p:
@@ -358,27 +358,27 @@ def _folded(nbytes: float, p: int) -> tuple[int, list[Round], list[Round]]:
     def leaving(g: int) -> float:
         return 1.0 if g % 2 else 0.0
 
-    before, after = (Round(nbytes, leaving, leaving, each) for each in ("reduce", "copy"))
+    before, after = (RoundCost(nbytes, leaving, leaving, each) for each in ("reduce", "copy"))
     return core, [before], [after]
 
 
-def _halving_doubling(nbytes: float, p: int) -> list[Round]:
+def _halving_doubling(nbytes: float, p: int) -> list[RoundCost]:
     core, before, after = _folded(nbytes, p)
     masks = [core >> (i + 1) for i in range(core.bit_length() - 1)]
 
-    def part(mask: int, landing: str, staged: bool, landed: bool) -> Round:
-        return Round(nbytes * mask / core, *_exchange(mask, p), landing, cold=(staged, landed))
+    def part(mask: int, landing: str, staged: bool, landed: bool) -> RoundCost:
+        return RoundCost(nbytes * mask / core, *_exchange(mask, p), landing, cold=(staged, landed))
 
     down = [part(m, "reduce", m == masks[0], m == masks[0]) for m in masks]
     up = [part(m, "first" if m == 1 else "copy", False, m > 1) for m in reversed(masks)]
     return [*before, *down, *up, *after]
 
 
-def _recursive_doubling(nbytes: float, p: int) -> list[Round]:
+def _recursive_doubling(nbytes: float, p: int) -> list[RoundCost]:
     core, before, after = _folded(nbytes, p)
     masks = [1 << i for i in range(core.bit_length() - 1)]
     exchanges = [
-        Round(nbytes, *_exchange(m, p), "reduce", cold=(float(m == 1), 0.0)) for m in masks
+        RoundCost(nbytes, *_exchange(m, p), "reduce", cold=(float(m == 1), 0.0)) for m in masks
     ]
     return [*before, *exchanges, *after]
 
@@ -411,7 +411,7 @@ def _star(nbytes: float, p: int) -> list[Tree]:
     return [Tree(nbytes, 1, p - 1, leaving, parents=0)]
 
 
-def _binomial_tree(nbytes: float, p: int) -> list[Round]:
+def _binomial_tree(nbytes: float, p: int) -> list[RoundCost]:
     """Whole arrays pass from child to parent, and from parent to child, without segments.
 
     It is the reduction tree of Iandola et al. 2016 (FireCaffe), fig. 4.
@@ -421,10 +421,10 @@ def _binomial_tree(nbytes: float, p: int) -> list[Round]:
         return 1.0 if g < p else 0.0
 
     height = (p - 1).bit_length()
-    return [Round(nbytes, leaving, leaving, each, times=height) for each in ("reduce", "copy")]
+    return [RoundCost(nbytes, leaving, leaving, each, times=height) for each in ("reduce", "copy")]
 
 
-_Shape = Callable[[float, int], "list[Round] | list[Tree]"]
+_Shape = Callable[[float, int], "list[RoundCost] | list[Tree]"]
 _SHAPES: dict[str, _Shape] = {
     "ring": _ring,
     "halving_doubling": _halving_doubling,

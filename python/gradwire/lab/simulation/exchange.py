@@ -100,7 +100,7 @@ def _by_events(
 ) -> float:
     """The seconds by the core, which simulates every message."""
     each = min(topology.per_host, schedule.ranks)
-    beyond = topology.groups[1:] if topology.narrow and schedule.ranks > each else ()
+    beyond = topology.levels[1:] if topology.narrow and schedule.ranks > each else ()
     levels = [
         (group.ranks, seconds_of_byte(group.rate), group.latency or 0.0, group.uplinks)
         for group in beyond

@@ -18,7 +18,7 @@ _PACKET = 1514 / 1448  # bytes on the wire for one of a TCP payload, as GRADWIRE
 
 
 @dataclass(frozen=True)
-class Group:
+class Level:
     """One kind of group, such as a host: its ranks, and the link that joins it to the rest.
 
     `rate` is in bits per second in each direction, and `latency` in seconds one way; None takes
@@ -35,23 +35,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Groups from the inside out, each several of the one before; `inside` is a host's own rate.
+    """Levels from the inside out, each several of the one before; `inside` is a host's own rate.
 
     Without `inside`, ranks of one host exchange by memory, as the cost model has it.
     """
 
-    groups: tuple[Group, ...]
+    levels: tuple[Level, ...]
     inside: float | None = None
 
     @property
     def per_host(self) -> int:
         """The number of ranks of one host."""
-        return self.groups[0].ranks
+        return self.levels[0].ranks
 
     @property
     def narrow(self) -> bool:
         """Whether anything beyond the hosts limits what they send: uplinks, or more latency."""
-        pairs = zip(self.groups, self.groups[1:], strict=False)
+        pairs = zip(self.levels, self.levels[1:], strict=False)
         return self.collides or any(
             outer.rate < inner.rate * (outer.ranks // inner.ranks) or bool(outer.latency)
             for inner, outer in pairs
@@ -60,12 +60,12 @@ class Topology:
     @property
     def collides(self) -> bool:
         """Whether groups have several uplinks, on one of which messages may meet."""
-        return any(each.uplinks > 1 for each in self.groups)
+        return any(each.uplinks > 1 for each in self.levels)
 
     def model(self, base: CostModel | None = None) -> CostModel:
         """The cost model of its hosts: `base`, or the built-in one, with the links' rates."""
         parameters = dict((base or CostModel()).parameters)
-        host = self.groups[0]
+        host = self.levels[0]
         parameters["between.beta"] = seconds_of_byte(host.rate)
         if host.latency is not None:
             parameters["between.latency"] = host.latency
@@ -79,16 +79,16 @@ class Topology:
 
     def slowed(self, factor: float) -> Topology:
         """The same network with slower hosts' links."""
-        host = self.groups[0]
+        host = self.levels[0]
         inside = None if self.inside is None else self.inside / factor
-        slower = Group(host.name, host.ranks, host.rate / factor, host.latency)
-        return Topology((slower, *self.groups[1:]), inside)
+        slower = Level(host.name, host.ranks, host.rate / factor, host.latency)
+        return Topology((slower, *self.levels[1:]), inside)
 
     def __str__(self) -> str:
         return "; ".join(
             f"{each.ranks} ranks a {each.name}, {units.show_rate(each.rate)}"
             + (f" in {each.uplinks} uplinks" if each.uplinks > 1 else "")
-            for each in self.groups
+            for each in self.levels
         )
 
 
@@ -100,7 +100,7 @@ def seconds_of_byte(rate: float) -> float:
 def flat(link: str, per_host: int = 1, inside: str | None = None) -> Topology:
     """Hosts of `per_host` ranks, each joined to all others by a link such as "10gbit,50us"."""
     rate, latency = units.link(link)
-    host = Group("host", per_host, rate, latency or None)
+    host = Level("host", per_host, rate, latency or None)
     return Topology((host,), None if inside is None else units.rate(inside))
 
 
@@ -113,18 +113,18 @@ def parse(text: str) -> Topology:
     that share the rate. The first may say "inside 900gbit", the rate of each rank within its host.
     Raises InvalidArgument.
     """
-    groups: list[Group] = []
+    levels: list[Level] = []
     inside = None
     for level in text.split(";"):
         head, *attributes = (each.strip() for each in level.split(","))
-        if not groups and (first := [each for each in attributes if each.startswith("inside ")]):
+        if not levels and (first := [each for each in attributes if each.startswith("inside ")]):
             inside = units.rate(first[0].removeprefix("inside "))
             attributes = [each for each in attributes if each not in first]
-        groups.append(_group(head, attributes, groups))
-    return Topology(tuple(groups), inside)
+        levels.append(_level(head, attributes, levels))
+    return Topology(tuple(levels), inside)
 
 
-def _group(head: str, attributes: list[str], inner: list[Group]) -> Group:
+def _level(head: str, attributes: list[str], inner: list[Level]) -> Level:
     found = _HEAD.fullmatch(head)
     if found is None or (members := int(found[1])) < 1:
         raise InvalidArgument(
@@ -147,10 +147,10 @@ def _group(head: str, attributes: list[str], inner: list[Group]) -> Group:
         raise InvalidArgument(
             f"{head!r:.80} lacks the rate of a host's link: '{head:.40}, 100gbit'"
         )
-    return Group(found[3], ranks, rate, latency, uplinks)
+    return Level(found[3], ranks, rate, latency, uplinks)
 
 
-def _several(text: str, uplinks: int, inner: list[Group]) -> int:
+def _several(text: str, uplinks: int, inner: list[Level]) -> int:
     if not inner or uplinks < 1:
         raise InvalidArgument(f"{text!r:.80}: a group of hosts has 1 uplink or more")
     return uplinks

@@ -94,7 +94,7 @@ def tune(
     built_in = _model.built_in(hosts)
     coded_cases = [coded_case(each) for each in _core.codec_names() if _has_costs(each, built_in)]
     cases = [*_cases(comm.size), *coded_cases]
-    timings = Stopwatch(comm, seconds, progress).time_all(cases)
+    timings = PingTimer(comm, seconds, progress).time_all(cases)
     coded = [each for each in timings if each.case.codec != "none"]
     timings = [each for each in timings if each.case.codec == "none"]
     found = b""
@@ -141,7 +141,7 @@ class _Clocked:
         return Timing(self.case, float(np.quantile(found, _UNDISTURBED)))
 
 
-class Stopwatch:
+class PingTimer:
     """Times cases on all ranks, which agree on the cases that there is time for.
 
     Each case is first called once, to know how long it takes. Then come rounds over all of them, so

@@ -18,7 +18,7 @@ from gradwire import _core, _model
 from gradwire._base.group import Group
 from gradwire._errors import InvalidArgument
 from gradwire.lab.tuning import measure
-from gradwire.lab.tuning.fit import Fit, Progress, Stopwatch, Timing, broadcast, coded_case
+from gradwire.lab.tuning.fit import Fit, PingTimer, Progress, Timing, broadcast, coded_case
 from gradwire.lab.tuning.measure import Case
 
 _SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
@@ -71,7 +71,7 @@ def _cases(ranks: int) -> list[Case]:
     return [*plain, *map(coded_case, _CODECS)]
 
 
-class _GpuStopwatch(Stopwatch):
+class _GpuStopwatch(PingTimer):
     """Times calls on this rank's GPU."""
 
     def __init__(self, comm: Group, device: int, seconds: float, progress: Progress | None) -> None:

@@ -63,7 +63,7 @@ class Methods(Collectives, CoalescedCollectives, PointToPoint):
         self._endpoint.communicator.barrier(timeout=self._endpoint.seconds(opts))
 
 
-class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
+class BackendGroup(Methods, dist.ProcessGroup):  # type: ignore[misc]
     """One rank's process group, up to torch 2.13."""
 
     supports_splitting = False
@@ -105,7 +105,7 @@ class Group(Methods, dist.ProcessGroup):  # type: ignore[misc]
         """The devices whose tensors the group takes."""
         return [torch.device(each) for each in self._devices]
 
-    def _get_backend(self, _: torch.device) -> Group:
+    def _get_backend(self, _: torch.device) -> BackendGroup:
         """The group itself: it is its own backend."""
         return self
 
@@ -194,7 +194,7 @@ def make(
 ) -> Any:
     """Makes what this version of torch takes as a group of the communicator's ranks."""
     if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
-        return Group(communicator, options, torchs, devices)
+        return BackendGroup(communicator, options, torchs, devices)
     # Older versions have the class too, and cannot construct it.
     base = torch._C._distributed_c10d.Backend
     made = type("DeviceBackend", (DeviceMethods, base), {})(communicator, options)
@@ -203,7 +203,7 @@ def make(
 
 
 if versions.parse(torch.__version__) < versions.FIRST_WITH_BACKENDS:
-    dispatcher.show_calls(Group)
+    dispatcher.show_calls(BackendGroup)
     dispatcher.call_methods()
 torch_functions.replace()
-hide_from_dynamo(DeviceMethods, Group)
+hide_from_dynamo(DeviceMethods, BackendGroup)

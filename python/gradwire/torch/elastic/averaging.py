@@ -19,7 +19,7 @@ import torch
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch.elastic.buffers import Buffers
+from gradwire.torch.elastic.model_buffers import ModelBuffers
 from gradwire.torch.exchange.buckets import Bucket, gradient_elements, real_view
 from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import RatesDifferError, Scaler, ScaleTracker
@@ -48,7 +48,7 @@ class Averager:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        buffers: Buffers,
+        buffers: ModelBuffers,
         how: Averaging,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

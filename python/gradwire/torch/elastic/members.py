@@ -23,7 +23,7 @@ from typing import NamedTuple
 from gradwire._errors import Error
 
 
-class Report(NamedTuple):
+class MemberReport(NamedTuple):
     """A rank's word on itself to the others."""
 
     has_state: bool  # a joiner has none yet
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
     receivers: tuple[int, ...]  # ranks that must get it from them
 
 
-def decide(reports: Sequence[Report]) -> Decision:
+def decide(reports: Sequence[MemberReport]) -> Decision:
     """The decision from the reports of all ranks, in their order.
 
     Raises Error when no rank has the state.

@@ -14,7 +14,7 @@ from gradwire._errors import InvalidArgument
 CONSTANT, PROPORTIONAL = "constant", "proportional"
 
 
-class Part(NamedTuple):
+class SamplePart(NamedTuple):
     """The samples of one backward of a rank, and the weight of their mean loss."""
 
     indices: torch.Tensor  # int64
@@ -76,7 +76,7 @@ class Sampler:
         found = min(self.batch * reference, left)
         return found if found >= ranks else 0
 
-    def parts(self, samples: int, rank: int, ranks: int) -> list[Part]:
+    def parts(self, samples: int, rank: int, ranks: int) -> list[SamplePart]:
         """A rank's part of the next step's samples, in parts of at most `batch` and equal sizes.
 
         Equal, but for one sample: a batch of one is too small for BatchNorm.
@@ -85,7 +85,7 @@ class Sampler:
         own = self._take(self.position + begin, self.position + end)
         count = math.ceil(len(own) / self.batch)
         parts = own.tensor_split(count) if count > 1 else [own]
-        return [Part(each, len(each) * ranks / samples) for each in parts]
+        return [SamplePart(each, len(each) * ranks / samples) for each in parts]
 
     def collated(self, indices: torch.Tensor) -> Any:
         """The samples of a dataset as one batch; the indices themselves where there is none."""

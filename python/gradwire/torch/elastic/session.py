@@ -20,11 +20,11 @@ from gradwire._feedback import ErrorFeedback
 from gradwire._launch.restarted import joined, joins
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
-from gradwire.torch.elastic.buffers import Buffers
-from gradwire.torch.elastic.members import Decision, Report, decide
+from gradwire.torch.elastic.members import Decision, MemberReport, decide
+from gradwire.torch.elastic.model_buffers import ModelBuffers
 from gradwire.torch.elastic.rates import Rates
-from gradwire.torch.elastic.replica import Replica
-from gradwire.torch.elastic.sampling import CONSTANT, Part, Sampler, require_way
+from gradwire.torch.elastic.sampling import CONSTANT, SamplePart, Sampler, require_way
+from gradwire.torch.elastic.session_state import SessionState
 from gradwire.torch.elastic.transfer import share
 from gradwire.torch.exchange.defaults import Model, settings
 from gradwire.torch.exchange.hook_state import feedback_for
@@ -45,7 +45,7 @@ class Session:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: SessionState,
         sampler: Sampler,
         averager: Averager,
         reach: Callable[[], tuple[Communicator, bool]],
@@ -69,7 +69,7 @@ class Session:
         self._joined = False  # and has not got the state
         self._alike: bool | None = None  # whether all ranks' random generators began alike
         self._news: Decision | None = None  # of members that have not got the state yet
-        self._part: Part | None = None  # that was given to the loop, and not committed
+        self._part: SamplePart | None = None  # that was given to the loop, and not committed
         self._is_last = self._has_backward = False
         self._samples = 0  # of the step under way, on all ranks
         self._is_under_way = False  # a step
@@ -293,9 +293,9 @@ class Session:
         A step under way ends here.
         """
         comm = self.communicator
-        own = Report(self._has_state, self._steps, self._prepared)
+        own = MemberReport(self._has_state, self._steps, self._prepared)
         try:
-            reports = [Report(*each) for each in comm.all_gather_object(tuple(own))]
+            reports = [MemberReport(*each) for each in comm.all_gather_object(tuple(own))]
         except FAILURES as error:
             _log.info("rank %d lost another one while they met: %s", comm.rank, error)
             self._failure = error
@@ -470,11 +470,11 @@ def session(
     how = Rules(chosen.codec, chosen.rules, min_elements)
     kept = feedback_for(feedback, how, named=True)
     rates = Rates(optimizer, carry) if way != CONSTANT else None
-    replica = Replica(model, optimizer, carry)
+    replica = SessionState(model, optimizer, carry)
     scaler = next((each for each in carry if isinstance(each, torch.amp.GradScaler)), None)
     averager = Averager(
         named,
-        Buffers(model),
+        ModelBuffers(model),
         Averaging(algorithm, how, kept, *((None, None) if kept is None else (optimizer, scaler))),
         arguments.whole(bucket_bytes, "bucket_bytes", least=1),
     )

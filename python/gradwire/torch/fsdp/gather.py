@@ -14,7 +14,7 @@ import torch
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire.torch.exchange.payloads import Payloads
-from gradwire.torch.fsdp.shards import Buffers, ShardedModule
+from gradwire.torch.fsdp.shards import ShardedModule, TorchAllocation
 from gradwire.torch.fsdp.state import ShardSteps
 
 
@@ -28,7 +28,7 @@ class _Run(NamedTuple):
     is_coded: bool
 
 
-class PayloadAllGather(Buffers):
+class PayloadAllGather(TorchAllocation):
     """The all_gather of one module's parameters."""
 
     def __init__(

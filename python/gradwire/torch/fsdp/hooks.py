@@ -12,7 +12,7 @@ from gradwire.torch.backend.reductions import keywords
 from gradwire.torch.exchange.buckets import Bucket, round_into
 from gradwire.torch.exchange.residual_state import Call
 from gradwire.torch.fsdp.residuals import part_name
-from gradwire.torch.fsdp.shards import Buffers, ShardedModule
+from gradwire.torch.fsdp.shards import ShardedModule, TorchAllocation
 from gradwire.torch.fsdp.state import ShardSteps
 
 
@@ -57,7 +57,7 @@ class ReplicaAllReduce:
         return call.arrays
 
 
-class PartReduceScatter(Buffers):
+class PartReduceScatter(TorchAllocation):
     """The reduce_scatter of one module's gradients, for `set_custom_reduce_scatter`."""
 
     def __init__(self, module: ShardedModule, steps: ShardSteps, state: object) -> None:

@@ -173,7 +173,7 @@ def require_supported(modules: Sequence[ShardedModule]) -> None:
             )
 
 
-class Buffers:
+class TorchAllocation:
     """A base of custom collectives that has torch's buffers in memory of torch's allocators."""
 
     def allocate(

@@ -16,7 +16,7 @@ from gradwire.torch.exchange.engine import Averages, Exchange
 from gradwire.torch.outer.buffers import SharedBuffers
 from gradwire.torch.outer.checks import Untrained
 from gradwire.torch.outer.outer import OuterParameters, copy_into
-from gradwire.torch.outer.roll_call import Report, raise_on_all
+from gradwire.torch.outer.roll_call import RankReport, raise_on_all
 from gradwire.torch.outer.rounds import Round, Stopwatch, paced_steps
 
 _BILLION = 10**9
@@ -194,7 +194,7 @@ class OuterSteps:
     def _report(self) -> None:
         """Tells the other ranks of this one, and decides with them how the round goes on."""
         problem = self._untrained.problem()
-        own = Report(
+        own = RankReport(
             self.checksum(),
             round(self._watch.median() * _BILLION),
             self._unreported,
@@ -214,7 +214,7 @@ class OuterSteps:
         if self._active and self._buffers is not None:
             self._buffers.average(self.communicator, 1 / self._active)
 
-    def _set_pace(self, every: Sequence[Report]) -> None:
+    def _set_pace(self, every: Sequence[RankReport]) -> None:
         seconds = [each.nanoseconds / _BILLION if each.steps else 0.0 for each in every]
         self.pace = tuple(paced_steps(self._round.every, seconds))
         self._round.next_steps = self.pace[self.communicator.rank]

@@ -1,4 +1,4 @@
-"""Report: what the ranks tell each other when a round's first fragment is due."""
+"""RankReport: what the ranks tell each other when a round's first fragment is due."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """One rank's; all are integers, and travel as int64."""
 
     checksum: int  # of the values that all ranks share
@@ -19,10 +19,10 @@ class Report(NamedTuple):
     finished: int  # 1: this rank makes no more of them
     refuses: int  # 1: this rank cannot go on
 
-    def exchange(self, communicator: Communicator) -> list[Report]:
+    def exchange(self, communicator: Communicator) -> list[RankReport]:
         """All ranks' reports; every rank calls it."""
         rows = communicator.all_gather(np.array([self], np.int64))
-        return [Report(*map(int, row)) for row in rows]
+        return [RankReport(*map(int, row)) for row in rows]
 
 
 def raise_on_all(

@@ -1,4 +1,4 @@
-"""Replica: the state that is the same on all ranks, and that a joiner must get."""
+"""SessionState: the state that is the same on all ranks, and that a joiner must get."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch.elastic.buffers import places, without_repeats
+from gradwire.torch.elastic.model_buffers import places, without_repeats
 from gradwire.torch.elastic.transfer import pack
 
 
-class Replica:
+class SessionState:
     """A model, its optimizer, and other objects with a state, on one rank."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Buffers: tensors of a model that are no parameters; after a step those of rank 0 on all ranks."""
+"""ModelBuffers: tensors that are no parameters; after a step those of rank 0 on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 
 
-class Place(NamedTuple):
+class BufferSlot(NamedTuple):
     """The place of a buffer in its module, which may put another tensor there at any time."""
 
     name: str
@@ -44,7 +44,7 @@ _TENSOR, _ADDRESS = operator.attrgetter("tensor"), operator.attrgetter("address"
 _DATA_PTR = operator.methodcaller("data_ptr")
 
 
-class Buffers:
+class ModelBuffers:
     """The buffers of a model: their copies from before a step, and their way to the other ranks.
 
     A module may assign a buffer anew (``self.seen = self.seen + 1``), so they are looked up before
@@ -158,14 +158,14 @@ class Buffers:
         return tensor
 
 
-def places(model: nn.Module) -> list[Place]:
+def places(model: nn.Module) -> list[BufferSlot]:
     """The places of all buffers, in the model's order; a tensor in two places counts twice."""
     return _named(model, empty=False)
 
 
-def _named(model: nn.Module, empty: bool) -> list[Place]:
+def _named(model: nn.Module, empty: bool) -> list[BufferSlot]:
     return [
-        Place(f"{path}.{key}" if path else key, module._buffers, key)
+        BufferSlot(f"{path}.{key}" if path else key, module._buffers, key)
         for path, module in model.named_modules()
         for key, tensor in module._buffers.items()
         if (tensor is None) == empty
