@@ -36,7 +36,7 @@ def run(
         children = []
         for rank in range(ranks):
             ours, theirs = _context.Pipe(duplex=False)
-            what = (f"{scratch}/store", rank, ranks, theirs, body, args, backend)
+            what = (f"{scratch}/store", rank, ranks, theirs, body, args, backend, {**os.environ})
             child = _context.Process(target=_child, args=what)
             child.start()
             theirs.close()
@@ -59,7 +59,10 @@ def _child(
     body: Callable[..., Any],
     args: tuple[Any, ...],
     backend: str,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # of whichever test has started the fork server
+    os.environ.update(environment)
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
