@@ -220,7 +220,10 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         return {**super().state_dict(), "downpour": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a result of `state_dict`; values stay those of the servers."""
+        """Takes a result of `state_dict`; values stay those of the servers.
+
+        Raises InvalidArgument for the state of another optimizer.
+        """
         rest = dict(state_dict)
         own = rest.pop("downpour", None)
         if own is None:

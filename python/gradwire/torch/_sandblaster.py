@@ -57,8 +57,8 @@ class Sandblaster(serve.Sandblaster):
         `portion`. A portion is best a sixteenth to an eighth of a replica's share of the batch.
 
         `batch` is a number of samples, at most `samples`, in whole portions that are drawn with
-        `seed`, from samples in an order that is drawn, too. Other arguments are those of
-        `gradwire.serve.Sandblaster`.
+        `seed`, from samples in an order that is drawn, too. `timeout` is in seconds, and the other
+        arguments are those of `gradwire.serve.Sandblaster`. Raises InvalidArgument.
         """
         self._parameters = [each for each in params if each.requires_grad]
         dtypes = {each.dtype for each in self._parameters}

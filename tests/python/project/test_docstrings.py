@@ -1,54 +1,66 @@
-"""Docstrings begin with what a function does or what a thing is: with a verb or a noun."""
+"""Docstrings of what is public name the errors that are raised, and the unit of times."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
-from pathlib import Path
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import gradwire
+import gradwire.codec
+import gradwire.serve
+import gradwire.torch
 import pytest
 
-PACKAGE = Path(gradwire.__file__).parent
-
-# A sentence that begins with one of these names its subject late, or never.
-PREPOSITIONS = """about above across against along among around as at before behind below beside
-besides between beyond by down during except for from in inside into like near of off on onto out
-outside over past per since through to toward towards under until up upon via with within without
-after"""
-PRONOUNS = """he her hers him his how it its itself me mine my our ours she that their theirs them
-these they this those us we what whatever when where which whichever who whoever whom whose why
-you your"""
-CONJUNCTIONS = "also and because but else if nor or so than though unless yet"
-BANNED = set(f"{PREPOSITIONS} {PRONOUNS} {CONJUNCTIONS}".split())
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+IN_SECONDS = {"timeout", "wait", "patience"}
+ELSEWHERE = ("as in `", "See `", "as `", "as for `")  # the docstring that says it
 
 
-def first_word(docstring: str) -> str:
-    found = re.search(r"[A-Za-z]+", docstring)
-    return found[0].lower() if found else ""
+def public() -> Iterator[Any]:
+    """The public functions and methods; each with what its class and it say."""
+    for module in (gradwire, gradwire.codec, gradwire.serve, gradwire.torch):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            where = f"{module.__name__}.{name}"
+            if inspect.isfunction(thing):
+                yield pytest.param(thing, inspect.getdoc(thing) or "", id=where)
+            elif inspect.isclass(thing):
+                for its, method in inspect.getmembers(thing, inspect.isfunction):
+                    written = "gradwire" in method.__code__.co_filename
+                    if written and (its == "__init__" or not its.startswith("_")):
+                        said = f"{inspect.getdoc(thing)}\n{inspect.getdoc(method)}"
+                        yield pytest.param(method, said, id=f"{where}.{its}")
 
 
-def faults(source: str) -> Iterator[str]:
-    """The docstrings of a source text that do not begin as they should."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-            line, name = getattr(node, "lineno", 1), getattr(node, "name", "module")
-            if first_word(text) in BANNED:
-                yield f"{line}: {name}: {text.splitlines()[0]}"
+def unsaid(function: Callable[..., Any], said: str) -> set[str]:
+    """The errors that a function's own body raises, and the units, that a docstring leaves out."""
+    if any(each in said for each in ELSEWHERE):
+        return set()
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    raised = (each.exc for each in ast.walk(tree) if isinstance(each, ast.Raise))
+    makers = (each.func for each in raised if isinstance(each, ast.Call))
+    errors = {each.id for each in makers if isinstance(each, ast.Name) and each.id[0].isupper()}
+    missing = {each for each in errors if each not in said}
+    if IN_SECONDS & inspect.signature(function).parameters.keys() and "second" not in said:
+        missing.add("seconds")
+    return missing
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
-    assert not list(faults(path.read_text(encoding="utf-8")))
+@pytest.mark.parametrize(("function", "said"), list(public()))
+def test_a_docstring_says_errors_and_units(function: Callable[..., Any], said: str) -> None:
+    assert not unsaid(function, said)
 
 
-def test_a_docstring_that_begins_with_a_preposition_is_found() -> None:
-    assert list(faults('def f():\n    """Of two numbers, the sum."""\n')) == [
-        "1: f: Of two numbers, the sum."
-    ]
-    assert list(faults('class C:\n    """Which rank it is."""\n')) == ["1: C: Which rank it is."]
-    assert not list(faults('def f():\n    """The sum of two numbers."""\n'))
+def test_what_a_docstring_leaves_out_is_found() -> None:
+    def wait(timeout: float) -> None:
+        raise gradwire.Timeout if timeout else ValueError("no time")
+
+    def fail(timeout: float) -> None:
+        raise ValueError(timeout)
+
+    assert unsaid(wait, "Waits.") == {"seconds"}
+    assert unsaid(fail, "Waits some seconds.") == {"ValueError"}
+    assert not unsaid(fail, "Raises ValueError after so many seconds.")
+    assert not unsaid(fail, "Waits as in `wait`.")

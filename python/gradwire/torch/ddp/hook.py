@@ -24,9 +24,9 @@ from gradwire.torch.ddp.state import State
 def comm_hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket over all ranks, in place; for `ddp.register_comm_hook(state, comm_hook)`.
 
-    Returns a future of the bucket's buffer at once; several buckets may be in flight. Raises only
-    for a `state` of another type: otherwise backward would end before they are over. Errors are in
-    the future and in `state.error`, and the end of backward raises them.
+    Returns a future of the bucket's buffer at once; several buckets may be in flight. Raises
+    InvalidArgument for a `state` of another type, and nothing else: backward would end before they
+    are over. Errors are in the future and in `state.error`, and the end of backward raises them.
     """
     if not isinstance(state, State):  # no bucket is in flight then
         raise InvalidArgument(
