@@ -194,10 +194,11 @@ def functional() -> None:
     exchanged = wait(_functional.all_to_all_single(by_rank, blocks, blocks, name))
     assert exchanged.tolist() == [float(rank)] * (2 * size)
     after, before = (rank + 1) % size, (rank - 1) % size
-    got = torch.zeros(2)
-    wait(_functional.isend(own, after, 0, name))
-    wait(_functional.irecv(got, before, 0, name))
-    assert got.tolist() == [float(before)] * 2
+    if hasattr(_functional, "isend"):
+        got = torch.zeros(2)
+        wait(_functional.isend(own, after, 0, name))
+        wait(_functional.irecv(got, before, 0, name))
+        assert got.tolist() == [float(before)] * 2
     if hasattr(_functional, "batch_p2p_ops"):
         pair = [own, torch.zeros(2)]
         for each in _functional.batch_p2p_ops(

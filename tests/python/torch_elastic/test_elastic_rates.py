@@ -61,6 +61,7 @@ def rates(made: Callable[[Any], Any], at: int | None) -> list[tuple[float, ...]]
     return found
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR of torch 2.8
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_all_later_rates_are_scaled(name: str) -> None:
     plain, scaled = (rates(SCHEDULERS[name], at) for at in (None, 2))

@@ -129,7 +129,7 @@ def test_process_ends_cleanly_with_buckets_in_flight(tmp_path: Path, imports: st
         for each in ranks:
             each.kill()
     assert (ranks[0].returncode, left_errors) == (0, "")
-    assert left == "leaving with 1 pending\n"
+    assert left.endswith("leaving with 1 pending\n")  # after what the gloo of torch 2.8 says
     assert ranks[1].returncode == 0
     assert stayed.startswith(("Aborted", "TransportError"))
     assert "rank 0" in stayed
