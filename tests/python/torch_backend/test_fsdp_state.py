@@ -306,13 +306,14 @@ def unused() -> None:
         backward(module, 0)
     state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
-    module.set_reduce_scatter_unused_params(True)
-    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
-    books = Books(module)
-    for step in range(4):
-        backward(module, step)
-    assert books.error(state) < 1e-5
-    state.close()
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # of torch 2.13
+        module.set_reduce_scatter_unused_params(True)
+        state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+        books = Books(module)
+        for step in range(4):
+            backward(module, step)
+        assert books.error(state) < 1e-5
+        state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
     module.unused.requires_grad_(False)
     state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
