@@ -16,7 +16,7 @@ torch.manual_seed(0)  # the same target on all ranks
 target = torch.randn(100, 10)
 net = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))
 model = DistributedDataParallel(net)
-state = gradwire.torch.register(model, codec="fp16")
+state = gradwire.torch.register(model, "fp16")
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
 torch.manual_seed(1 + dist.get_rank())  # each rank draws its own inputs

@@ -25,7 +25,7 @@ def train(codec, momentum=None):
     model = DistributedDataParallel(net)
     in_optimizer = 0 if momentum else 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=in_optimizer)
-    state = gradwire.torch.register(model, codec=codec, momentum=momentum, optimizer=optimizer)
+    state = gradwire.torch.register(model, codec, momentum=momentum, optimizer=optimizer)
     torch.manual_seed(1 + dist.get_rank())
     started = time.perf_counter()
     for _ in range(STEPS):

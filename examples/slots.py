@@ -30,7 +30,7 @@ torch.manual_seed(0)  # the same target on all ranks
 target = torch.randn(20, 10)
 net = torch.nn.Sequential(torch.nn.Linear(20, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
 model = DistributedDataParallel(net)
-state = gradwire.torch.register(model, codec="int8", feedback=True)
+state = gradwire.torch.register(model, gradwire.torch.Compression("int8", feedback=True))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 step = 0

@@ -95,7 +95,9 @@ def _wrapped(model: nn.Module, setting: Setting) -> DDP:
 
 
 def _register(ddp: DDP, setting: Setting, **options: Any) -> gradwire.torch.State:
-    return gradwire.torch.register(ddp, codec=setting.codec, min_elements=0, warm_up=0, **options)
+    return gradwire.torch.register(
+        ddp, gradwire.torch.Compression(setting.codec, min_elements=0, warm_up=0), **options
+    )
 
 
 def _loss(ddp: DDP, setting: Setting, step: int) -> torch.Tensor:

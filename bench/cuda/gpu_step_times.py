@@ -50,7 +50,7 @@ def _times(nccl: str) -> dict[str, float]:
     ways = {"plain DDP over NCCL": _wrapped()}
     for codec in CODECS:
         ddp = ways[f"gradwire's hook, {codec}"] = _wrapped()
-        gradwire.torch.register(ddp, codec=codec, warm_up=0)
+        gradwire.torch.register(ddp, gradwire.torch.Compression(codec, warm_up=0))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(1 + _TURNS):
         for way, ddp in ways.items():

@@ -177,7 +177,9 @@ def _steps(ours: Any, gloo: Any, steps: int, block: int) -> dict[str, Any]:
     """Milliseconds and bytes of a training step, by way."""
     made = {
         f"FSDP2, {GRADWIRE}": _fsdp(ours),
-        f"FSDP2, {GRADWIRE} int8, bf16 gathered": _fsdp(ours, codec="int8", gather_codec="bf16"),
+        f"FSDP2, {GRADWIRE} int8, bf16 gathered": _fsdp(
+            ours, compression="int8", gather_codec="bf16"
+        ),
         f"split, {GRADWIRE}": _split(ours),
         f"split, {GRADWIRE} bf16": _split(_in("bf16")),
         f"split, {GRADWIRE} int8": _split(_in("int8")),

@@ -74,7 +74,7 @@ def _trainee(
 
     if name != HYBRID_INT8:
         return turns.Trainee(step, _sent)
-    hook = gradwire.torch.register(model, codec="int8")
+    hook = gradwire.torch.register(model, "int8")
     sent = partial(_sent, hook)
     return turns.Trainee(step, sent, hook.close)
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(hook: dict[str, Any] | None) -> Memory:
-    """`hook` are arguments of register(), of feedback the dtype of residuals; None for none."""
+    """`hook` are arguments of Compression, of feedback the dtype of residuals; None for none."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         ours, theirs = context.Pipe(duplex=False)
@@ -78,7 +78,7 @@ def _train(rank: int, store: str, hook: dict[str, Any] | None, found: Any) -> No
 
         if "feedback" in hook:
             hook = {**hook, "feedback": gradwire.ErrorFeedback(hook["feedback"])}
-        state = gradwire.torch.register(ddp, **hook)
+        state = gradwire.torch.register(ddp, gradwire.torch.Compression(**hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again

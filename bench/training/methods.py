@@ -210,17 +210,20 @@ def average(
     if method.codec in PEERS:
         return Averaging(_gloo(model, method.codec), tcp_bytes_sent, lambda: None)
     ddp = DistributedDataParallel(model)
-    options: dict[str, Any] = {} if method.feedback is None else {"feedback": method.feedback}
+    options: dict[str, Any] = {}
     if method.options.momentum:
         options["momentum"] = gradwire.torch.Momentum(MOMENTUM)
     if method.options.rate:
         options["optimizer"] = optimizer
     state = gradwire.torch.register(
         ddp,
-        codec=_after(first_steps, method.codec),
+        gradwire.torch.Compression(
+            _after(first_steps, method.codec),
+            rules=[*_at_ends(model, method.options.ends), *_small(model, method.options.small)],
+            feedback=method.feedback,
+            warm_up=0,
+        ),
         algorithm=algorithm,
-        rules=[*_at_ends(model, method.options.ends), *_small(model, method.options.small)],
-        warm_up=0,
         **options,
     )
     return Averaging(

@@ -139,7 +139,7 @@ def train(task: Task, codec: str, dtype: str | None, seed: int, steps: int) -> f
     feedback = False if dtype is None else gradwire.ErrorFeedback(dtype)
     optimizer = task.optimizer(ddp.parameters())
     state = gradwire.torch.register(
-        ddp, wanted, feedback=feedback, optimizer=optimizer, **task.hook
+        ddp, gradwire.torch.Compression(wanted, feedback=feedback), optimizer=optimizer, **task.hook
     )
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 1e-9))
     for x, labels in task.batches(seed, steps):

@@ -106,7 +106,7 @@ def trainee(codec: str) -> tuple[gradwire.torch.State, Block]:
     for before, after in itertools.pairwise(widths):
         layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
     ddp = DistributedDataParallel(torch.nn.Sequential(*layers[:-1]), bucket_cap_mb=4)
-    state = gradwire.torch.register(ddp, codec=codec)
+    state = gradwire.torch.register(ddp, codec)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     images, labels = torch.randn(64, widths[0]), torch.randint(0, widths[-1], (64,))
 

@@ -1,7 +1,7 @@
 """gradwire under PyTorch's DistributedDataParallel: averages gradients in a communication hook.
 
     ddp = DistributedDataParallel(model)
-    gradwire.torch.register(ddp, codec="fp16")
+    gradwire.torch.register(ddp, "fp16")
 
 It also has the backend of `torch.distributed.init_process_group("gradwire")`.
 
@@ -23,13 +23,15 @@ from gradwire.torch._gathered import gather_state_dict, scatter_state_dict
 from gradwire.torch._group_calls import monitored_barrier, traffic
 from gradwire.torch._hybrid import hybrid_plan, parallelize
 from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
+from gradwire.torch._ranks.ranks import Ranks
 from gradwire.torch._sandblaster import Sandblaster
 from gradwire.torch.backend.options import Options
 from gradwire.torch.ddp.hook import comm_hook
 from gradwire.torch.ddp.momentum import Momentum
 from gradwire.torch.ddp.register import register, stats
 from gradwire.torch.ddp.state import State
-from gradwire.torch.exchange.rules import Stages, warm_up
+from gradwire.torch.exchange.compression import Compression
+from gradwire.torch.exchange.rules import Stages
 from gradwire.torch.exchange.stats import CodecStats, Stats, StepStats
 from gradwire.torch.fsdp.register import register_fsdp
 from gradwire.torch.fsdp.state import FSDPState
@@ -42,6 +44,7 @@ _autoload.register()
 
 __all__ = [
     "CodecStats",
+    "Compression",
     "DeMo",
     "DiLoCo",
     "DistributedLion",
@@ -50,6 +53,7 @@ __all__ = [
     "Momentum",
     "OneBitAdam",
     "Options",
+    "Ranks",
     "Sandblaster",
     "Stages",
     "State",
@@ -69,5 +73,4 @@ __all__ = [
     "scatter_state_dict",
     "stats",
     "traffic",
-    "warm_up",
 ]

@@ -86,7 +86,9 @@ GIVEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "scheduler": lambda names: torch.optim.lr_scheduler.StepLR(names["optimizer"], 1),
     "saved": _saved,
     "d": _ddp,
-    "d_state": lambda names: gradwire.torch.register(names["d"], codec="onebit", warm_up=0),
+    "d_state": lambda names: gradwire.torch.register(
+        names["d"], gradwire.torch.Compression("onebit", warm_up=0)
+    ),
     "g": lambda _: nn.Linear(8, 32),
     "noise": lambda _: torch.randn(4, 8),
     "generator_loss": lambda _: _loss,

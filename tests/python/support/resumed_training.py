@@ -32,7 +32,7 @@ def train(directory: Path, dies: bool, communicator: gradwire.Communicator | Non
         nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 10)), bucket_cap_mb=0.005
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    gradwire.torch.register(ddp, communicator=communicator)
+    gradwire.torch.register(ddp, ranks=communicator)
     for step in range(load(directory, ddp, optimizer), STEPS):
         source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
         x, y = torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)

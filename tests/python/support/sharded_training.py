@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
+from trainer_options import grouped
 
 
 def meshes() -> dict[str, DeviceMesh]:
@@ -50,7 +51,8 @@ def sharded(mesh: DeviceMesh, make: Callable[[], nn.Module] = layers, **options:
 def registered(mesh: DeviceMesh, codec: Any, **options: Any) -> tuple[Any, FSDPState]:
     """A sharded model, and its hooks' state; small layers are compressed too."""
     module = sharded(mesh)
-    return module, register_fsdp(module, codec, **{"min_elements": 0, "warm_up": 0, **options})
+    settings = {"codec": codec, "min_elements": 0, "warm_up": 0, **options}
+    return module, register_fsdp(module, **grouped(**settings))
 
 
 def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

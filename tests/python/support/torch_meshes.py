@@ -69,7 +69,7 @@ def rows_and_hooks(moment: Moment, timeout: float) -> Callable[[], None]:
     """Activations are summed in rows, and gradients averaged in columns by DDP with the hook."""
     mesh = _mesh(timeout, "column", "row")
     module = DistributedDataParallel(model(), process_group=mesh.get_group("column"))
-    state = gradwire.torch.register(module, timeout=timeout)
+    state = gradwire.torch.register(module, ranks=gradwire.torch.Ranks(timeout=timeout))
     step = _training(module, moment, module.module[2])
 
     def in_rows() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_ranks
-from gradwire.torch import async_save, register
+from gradwire.torch import Compression, async_save, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_pool import Pool
 from torch_training import backward, mlp
@@ -29,7 +29,7 @@ def steps(ddp: DistributedDataParallel, which: range) -> None:
 
 def training() -> tuple[DistributedDataParallel, Any]:
     ddp = DistributedDataParallel(mlp())
-    return ddp, register(ddp, "onebit", warm_up=0)
+    return ddp, register(ddp, Compression("onebit", warm_up=0))
 
 
 def saved_and_resumed(folder: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Stages, register_fsdp
+from gradwire.torch import Compression, Stages, register_fsdp
 from gradwire.torch.fsdp.shards import sharded_modules
 from sharded_training import (
     Books,
@@ -124,7 +124,9 @@ def beside_tensor_parallelism() -> None:
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(module, mesh["tensor"], plan)
     fully_shard(module, mesh=mesh["data"])
-    state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0, warm_up=0)
+    state = register_fsdp(
+        module, Compression("onebit", min_elements=0, warm_up=0), gather_codec="int8"
+    )
     books = Books(module)
     for step in range(4):
         x, y = batch(step, mesh.get_local_rank("data"))
@@ -157,7 +159,9 @@ def recomputed_or_compiled() -> None:
     for mesh in meshes().values():
         for make in (Recomputed, layers):
             module = sharded(mesh, make)
-            state = register_fsdp(module, "onebit", gather_codec="int8", min_elements=0, warm_up=0)
+            state = register_fsdp(
+                module, Compression("onebit", min_elements=0, warm_up=0), gather_codec="int8"
+            )
             books = Books(module)
             called = module if make is Recomputed else torch.compile(module, backend="aot_eager")
             for step in range(3):
@@ -184,7 +188,7 @@ class Nested(nn.Module):
 
 def other_backwards() -> None:
     module = sharded(own_mesh(), Nested)
-    register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+    register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
     with pytest.raises(gradwire.InvalidArgument, match="use_reentrant=False"):
         backward(module, 0)
     module, _ = registered(own_mesh(), "onebit")
@@ -225,7 +229,7 @@ def wide() -> nn.Sequential:
 def sent(codec: str, gather_codec: str | None, mesh: Any) -> tuple[float, int]:
     """The ratio of bytes in reductions, and the bytes of a step's gathers and reductions."""
     module = sharded(mesh, wide)
-    state = register_fsdp(module, codec, gather_codec=gather_codec, warm_up=0)
+    state = register_fsdp(module, Compression(codec, warm_up=0), gather_codec=gather_codec)
     backward(module, 0)
     before = state.communicator.traffic.bytes_sent
     backward(module, 1)
@@ -331,7 +335,7 @@ def in_16_bits() -> None:
             for codec, gather_codec in (("none", None), ("onebit", "int8")):
                 module = sharded(mesh, mp_policy=policy)
                 state = register_fsdp(
-                    module, codec, gather_codec=gather_codec, min_elements=0, warm_up=0
+                    module, Compression(codec, min_elements=0, warm_up=0), gather_codec=gather_codec
                 )
                 losses.append(train(module, range(8), lr=0.05))
                 if codec == "onebit":

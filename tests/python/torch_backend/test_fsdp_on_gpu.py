@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire import Communicator, InvalidArgument
+from gradwire.torch import Compression
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.exchange.payloads import Payloads
 from gradwire.torch.fsdp.gather import PayloadAllGather
@@ -103,21 +104,21 @@ def stepped(call: Callable[[], None], output: Any, on_gpu: bool) -> Iterator[tor
     yield cpu(output) if on_gpu else output.clone()
 
 
-def train(on_gpu: bool, codec: str, replicas: bool, **options: Any) -> list[torch.Tensor]:
+def train(
+    on_gpu: bool, codec: str, replicas: bool, feedback: bool | None = None
+) -> list[torch.Tensor]:
     module, world = sharded_module(), dist.group.WORLD
     alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
     state = FSDPState(
         communicator_of(world),
-        codec,
+        Compression(codec, min_elements=0, feedback=feedback),
         module.shards,
         simulated.DEVICE if on_gpu else torch.device("cpu"),
         shard_group=alone if replicas else None,
-        rules=(),
-        min_elements=0,
+        algorithm="auto",
         scaler=None,
         optimizer=None,
         owned=[],
-        **{"feedback": None, **options},
     )
     found = list((reduce if replicas else scatter)(module, state, on_gpu))
     saved = state.state_dict()["feedback"]

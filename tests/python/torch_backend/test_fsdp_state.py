@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire import InvalidArgument
 from gradwire.torch import (
+    Compression,
     FSDPState,
     Stages,
     gather_state_dict,
@@ -131,7 +132,7 @@ def second_dimension(parameter: nn.Parameter) -> Any:
 def resized() -> None:
     for placement in (None, second_dimension):
         module = sharded(own_mesh(), shard_placement_fn=placement)
-        state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+        state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
         train(module, range(3))
         before = residual_sums(state)
         gathered = gather_state_dict(state)
@@ -139,7 +140,7 @@ def resized() -> None:
         half = dist.new_group([0, 1])
         if dist.get_rank() < 2:
             smaller = sharded(DeviceMesh.from_group(half, "cpu"), shard_placement_fn=placement)
-            its = register_fsdp(smaller, "onebit", min_elements=0, warm_up=0)
+            its = register_fsdp(smaller, Compression("onebit", min_elements=0, warm_up=0))
             scatter_state_dict(its, gathered)
             for name, whole in residual_sums(its, half).items():
                 assert torch.allclose(whole, before[name] / 2, atol=1e-6), name
@@ -163,7 +164,7 @@ def alone() -> None:
     for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
         assert torch.allclose(ours, theirs + (ours.shape == (90,)))
     assert state.steps == 1
-    again = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+    again = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
     backward(module, 1)
     assert (state.steps, again.steps) == (1, 1)
     again.close()
@@ -209,9 +210,7 @@ def scaled() -> None:
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
             state = register_fsdp(
                 module,
-                "onebit",
-                min_elements=0,
-                warm_up=0,
+                Compression("onebit", min_elements=0, warm_up=0),
                 scaler=scaler,
                 optimizer=optimizer,
             )
@@ -301,14 +300,14 @@ class Branches(nn.Module):
 
 def unused() -> None:
     module = fully_shard(Branches(), mesh=own_mesh())
-    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+    state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
     with pytest.raises(gradwire.Error, match="set_reduce_scatter_unused_params"):
         backward(module, 0)
     state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
     if hasattr(module, "set_reduce_scatter_unused_params"):  # of torch 2.13
         module.set_reduce_scatter_unused_params(True)
-        state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+        state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
         books = Books(module)
         for step in range(4):
             backward(module, step)
@@ -316,7 +315,7 @@ def unused() -> None:
         state.close()
     module = fully_shard(Branches(), mesh=own_mesh())
     module.unused.requires_grad_(False)
-    state = register_fsdp(module, "onebit", min_elements=0, warm_up=0)
+    state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
     backward(module, 0)
     assert state.feedback is not None
     assert not any(key.startswith("unused") for key in state.feedback.keys())  # noqa: SIM118
@@ -353,7 +352,8 @@ def registered_again() -> None:
         train(module, range(2))
         state.close()
         again = register_fsdp(
-            module, "topk:density=0.1", feedback=state.feedback, min_elements=0, warm_up=0
+            module,
+            Compression("topk:density=0.1", min_elements=0, feedback=state.feedback, warm_up=0),
         )
         for each in books.modules:
             books.wrap(each)

@@ -218,7 +218,7 @@ def test_bytes_are_those_of_the_formula(pool: Pool) -> None:
 
 def compressed() -> None:
     model = gradwire.torch.parallelize(net(), PLAN)
-    state = gradwire.torch.register(model, codec="int8")
+    state = gradwire.torch.register(model, "int8")
     train(model)
     alone = dict(trained_alone().named_parameters())
     for name, parameter in model.module.named_parameters():

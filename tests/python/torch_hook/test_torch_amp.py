@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import State, register
+from gradwire.torch import Compression, State, register
 from gradwire.torch.exchange.gradient_scale import ScaleTracker
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -41,7 +41,9 @@ def train_with_scaler(codec: str, follow: bool = True) -> tuple[float, list[floa
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
     followed = scaler if follow else None
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, scaler=followed)
+    state = register(
+        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), scaler=followed
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scales = []
     for step in range(7):
@@ -101,7 +103,7 @@ def bad_values(codec: str) -> list[tuple[int, str, bool, bool]]:
     """Rank 1 puts NaN or Inf into one of the parameters' gradients by turns."""
     ddp, _ = wrapped(Three())
     state = register(
-        ddp, codec=codec, feedback=True, rules=[("small", "none")], min_elements=0, warm_up=0
+        ddp, Compression(codec, rules=[("small", "none")], min_elements=0, feedback=True, warm_up=0)
     )
     ddp(torch.full((3,), 0.1)).backward()
     found = []
@@ -133,7 +135,9 @@ def train_with_rates(codec: str, follow: bool = True) -> float:
     first, *others = ddp.parameters()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.1)
     followed = optimizer if follow else None
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, optimizer=followed)
+    state = register(
+        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), optimizer=followed
+    )
     for step, factor in enumerate([1.0, 1.0, 0.3, 0.3, 2.0]):
         for group, rate in zip(optimizer.param_groups, (0.1, 0.2), strict=True):
             group["lr"] = rate * factor
@@ -164,7 +168,7 @@ def wrap_anew(codec: str) -> float:
             ddp, _ = wrapped(module, **SMALL_BUCKETS)
             follow = {"scaler": scaler, "optimizer": optimizer}
             state = register(
-                ddp, codec=codec, feedback=feedback, min_elements=0, warm_up=0, **follow
+                ddp, Compression(codec, min_elements=0, feedback=feedback, warm_up=0), **follow
             )
             assert state.feedback is not None
             feedback = state.feedback
@@ -184,7 +188,7 @@ def test_residuals_follow_scale_and_rate_where_a_model_is_wrapped_anew() -> None
 
 def scale_by_hand(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     backward(ddp, 0)
     kept = residuals(state)
     state.scale_residuals(0.5)
@@ -200,7 +204,7 @@ def rates_that_part(codec: str) -> str:
     ddp, _ = wrapped(mlp())
     first, *others = ddp.parameters()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.1)
-    register(ddp, codec=codec, feedback=True, optimizer=optimizer)
+    register(ddp, Compression(codec, feedback=True), optimizer=optimizer)
     backward(ddp, 0)
     optimizer.param_groups[0]["lr"] = 0.0  # passed over
     backward(ddp, 1)

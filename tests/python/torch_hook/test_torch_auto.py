@@ -1,4 +1,4 @@
-"""codec="auto": none, fp16, int8 or lowrank, by links, model and optimizer."""
+"""The codec "auto": none, fp16, int8 or lowrank, by links, model and optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Stages, State, register
+from gradwire.torch import Compression, State, register
 from gradwire.torch.ddp.automatic import choose
 from gradwire.torch.exchange.defaults import Model
 from torch import nn
@@ -39,9 +39,8 @@ def network(width: int) -> Model:
 def chosen(rate: float, hosts: Any, width: int, optimizer: Any) -> tuple[str, str]:
     model = network(width)
     its = None if optimizer is None else optimizer(model.parameters.values(), lr=0.1)
-    found = choose(model, Ranks(rate, hosts), (), None, 1024, its)  # type: ignore[arg-type]
-    codec = found.codec.codecs[-1] if isinstance(found.codec, Stages) else found.codec
-    return str(codec), found.why
+    found = choose(model, Ranks(rate, hosts), Compression("auto"), its)  # type: ignore[arg-type]
+    return str(found.last), found.why
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -93,8 +92,8 @@ def test_on_gpus_the_links_between_hosts_decide(
     gpus = {name: OnGpu(each) for name, each in model.parameters.items()}
     optimizer = SGD(gpus.values(), lr=0.1)
     ranks: Any = Ranks(rate, hosts)
-    found = choose(model._replace(parameters=gpus), ranks, (), None, 1024, optimizer)
-    assert str(found.codec) == codec
+    found = choose(model._replace(parameters=gpus), ranks, Compression("auto"), optimizer)
+    assert str(found.last) == codec
     assert why in found.why
 
 

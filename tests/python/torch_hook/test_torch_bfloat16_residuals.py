@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import State, gather_state_dict, register, scatter_state_dict
+from gradwire.torch import Compression, State, gather_state_dict, register, scatter_state_dict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, mlp, same_everywhere
@@ -21,7 +21,7 @@ SPARSE = "topk:density=0.05"
 def hooked(module: nn.Module, dtype: str, codec: str = SPARSE) -> Any:
     ddp = DistributedDataParallel(module)
     feedback = gradwire.ErrorFeedback(dtype)
-    return ddp, register(ddp, codec, feedback=feedback, min_elements=0, warm_up=0)
+    return ddp, register(ddp, Compression(codec, min_elements=0, feedback=feedback, warm_up=0))
 
 
 def train(codec: str) -> tuple[bool, bool, list[str]]:

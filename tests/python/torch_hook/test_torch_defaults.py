@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, Stages, State, register
+from gradwire.torch import Compression, Momentum, Stages, State, register
 from gradwire.torch.exchange.defaults import Model, sensitive, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, same_everywhere
+from trainer_options import grouped
 
 BIASED = ["onebit", "threshold", "topk", gradwire.codec.LowRank(rank=2)]
 
@@ -75,17 +76,21 @@ def test_parameters_with_names_of_their_own_are_of_the_whole_model() -> None:
 def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None:
     module = nn.ModuleDict({"a[0]": nn.Linear(9, 9), "b": nn.Linear(9, 9), "c": nn.Linear(9, 9)})
     model = Model(module, dict(module.named_parameters()))
-    chosen = settings(model, codec, (), None, 0)
-    assert isinstance(chosen.codec, Stages)
-    assert [chosen.codec(step) for step in (0, 499, 500)] == ["int8", "int8", codec]
+    chosen = settings(model, Compression(codec, min_elements=0))
+    stages = chosen.compression.codec
+    assert isinstance(stages, Stages)
+    assert [stages(step) for step in (0, 499, 500)] == ["int8", "int8", codec]
     vectors = {"b.bias", "c.bias"}
-    assert {each for each, _ in chosen.rules} == {"a[[]0].weight", "a[[]0].bias", *vectors} | {
-        "c.weight"
-    }
+    assert {each for each, _ in chosen.compression.rules} == {
+        "a[[]0].weight",
+        "a[[]0].bias",
+        *vectors,
+    } | {"c.weight"}
     assert f"{codec} after 500 steps in int8 (warm_up=500), for 30% of" in chosen.why
-    assert settings(model, codec, (), 7, 0).codec(7) == codec  # type: ignore[operator]
+    sooner = settings(model, Compression(codec, min_elements=0, warm_up=7)).compression.codec
+    assert sooner(7) == codec  # type: ignore[operator]
     given = [("*", "none")]
-    assert settings(model, codec, given, None, 0).rules == given
+    assert settings(model, Compression(codec, rules=given)).compression.rules == given
 
 
 @pytest.mark.parametrize(
@@ -93,20 +98,20 @@ def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None
 )
 def test_what_is_chosen_step_by_step_or_unbiased_is_left_alone(codec: Any) -> None:
     model = Model(nn.Linear(3, 3), {})
-    assert settings(model, codec, (), None, 0) == (codec, (), "", False)
-    assert settings(model, "onebit", (), 0, 0) == ("onebit", (), "", False)
+    for given in (Compression(codec), Compression("onebit", warm_up=0)):
+        assert settings(model, given) == (given, "", False)
 
 
 @pytest.mark.parametrize("warm_up", [-1, 1.5, "many", True])
 def test_a_warm_up_that_is_no_number_of_steps_is_refused(warm_up: Any) -> None:
     for codec in ("onebit", "none"):
         with pytest.raises(gradwire.InvalidArgument, match="warm_up="):
-            settings(Model(nn.Linear(3, 3), {}), codec, (), warm_up, 0)
+            Compression(codec, warm_up=warm_up)
 
 
 def test_a_warm_up_beside_stages_is_refused() -> None:
     with pytest.raises(gradwire.InvalidArgument, match="leave warm_up= out"):
-        settings(Model(nn.Linear(3, 3), {}), Stages((0, "onebit")), (), 5, 0)
+        Compression(Stages((0, "onebit")), warm_up=5)
 
 
 class Bytes(gradwire.codec.Codec):
@@ -121,7 +126,12 @@ class Bytes(gradwire.codec.Codec):
 
 def test_a_warm_up_before_a_codec_written_in_python_is_refused() -> None:
     with pytest.raises(gradwire.InvalidArgument, match=r"give codec=Stages\(\(0, 'int8'\), \(5, "):
-        settings(Model(nn.Linear(3, 3), {}), Bytes(), (), 5, 0)
+        Compression(Bytes(), warm_up=5)
+
+
+def test_a_warm_up_before_a_codec_that_needs_none_is_refused() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="warm_up=5 is for a biased codec"):
+        Compression("int8", warm_up=5)
 
 
 def deep() -> nn.Module:
@@ -133,10 +143,10 @@ def deep() -> nn.Module:
 def codecs_by_step() -> tuple[list[dict[str, int]], bool, bool, str]:
     """The parameters by codec in two steps; whether ranks agree, bits are those of Stages."""
     ddp, by_hand = DistributedDataParallel(deep()), DistributedDataParallel(deep())
-    state = register(ddp, "topk:density=0.05", warm_up=1)
+    state = register(ddp, Compression("topk:density=0.05", warm_up=1))
     names = [name for name, _ in ddp.module.named_parameters()]
     rules = [(each, "int8") for each in names if each not in ("2.weight", "4.weight", "6.weight")]
-    register(by_hand, codec=Stages((0, "int8"), (1, "topk:density=0.05")), rules=rules)
+    register(by_hand, Compression(Stages((0, "int8"), (1, "topk:density=0.05")), rules=rules))
     found = []
     for step in range(2):
         for each in (ddp, by_hand):
@@ -160,7 +170,7 @@ def told(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, **hook:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda each: records.append(each.getMessage())  # type: ignore[method-assign]
     logging.getLogger("gradwire").addHandler(handler)
-    state: State = register(ddp, optimizer=optimizer, **hook)
+    state: State = register(ddp, **grouped(optimizer=optimizer, **hook))
     logging.getLogger("gradwire").removeHandler(handler)
     state.close()
     return records
@@ -212,7 +222,9 @@ def test_a_codec_that_is_left_for_no_parameter_is_told() -> None:
 
 def disagree() -> str:
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(DistributedDataParallel(nn.Linear(3, 3)), "onebit", warm_up=dist.get_rank())
+        register(
+            DistributedDataParallel(nn.Linear(3, 3)), Compression("onebit", warm_up=dist.get_rank())
+        )
     return str(raised.value)
 
 

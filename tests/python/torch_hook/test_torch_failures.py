@@ -21,7 +21,7 @@ import resumed_training
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import register
+from gradwire.torch import Ranks, register
 from ranks import LIMIT
 from stopwatch import own_time, queued
 from torch import nn
@@ -170,7 +170,7 @@ def test_a_rank_that_ends_alone_is_named_in_backward(how: str) -> None:
 def stop_a_rank() -> tuple[str, int]:
     store = dist.distributed_c10d._get_default_store()
     ddp = DistributedDataParallel(model())
-    state = register(ddp, timeout=2)
+    state = register(ddp, ranks=Ranks(timeout=2))
     for number in range(2):
         step(ddp, number)
     if dist.get_rank() == 1:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch_training import SMALL_BUCKETS, backward, flat, mlp, same_everywhere
+from trainer_options import grouped
 
 SGD: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
 HOOKS: list[dict[str, Any]] = [{}, {"codec": "int8"}, {"codec": "onebit", "warm_up": 1}]
@@ -43,7 +44,7 @@ def trained(
 ) -> torch.Tensor:
     """The weights after some steps; checks that each went through the hook, and ranks agree."""
     ddp = DistributedDataParallel(module, **setting)
-    state = register(ddp, min_elements=0, **hook)
+    state = register(ddp, **grouped(min_elements=0, **hook))
     model = torch.compile(ddp, backend=compiled) if compiled else ddp
     optimizer = make(ddp.parameters(), lr=0.01, **options)
     for step in range(4):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import Codec
-from gradwire.torch import Momentum, Stages, State, register
+from gradwire.torch import Compression, Momentum, Stages, State, register
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -36,6 +36,7 @@ from torch_training import (
     with_each,
     wrapped,
 )
+from trainer_options import grouped
 
 ROUNDING = 16.0  # units in the last place of all that was added up
 
@@ -50,7 +51,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def train(setting: dict[str, Any], codecs: Sequence[str | Codec]) -> tuple[float, bool, int]:
     """Trains until DDP's own buckets have been followed for two steps."""
     ddp, books = wrapped(Tower(len(codecs)), **setting)
-    state = register(ddp, feedback=True, rules=Tower.rules(codecs), min_elements=0, warm_up=0)
+    state = register(
+        ddp, Compression(rules=Tower.rules(codecs), min_elements=0, feedback=True, warm_up=0)
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
         backward(ddp, step)
@@ -96,7 +99,7 @@ def test_nothing_is_lost_with_a_codec_written_in_python() -> None:
 def gradients(setting: dict[str, Any], codec: str) -> list[torch.Tensor]:
     """The gradients of each step."""
     ddp, _ = wrapped(mlp(), **setting)
-    register(ddp, codec=codec, min_elements=0, warm_up=0)
+    register(ddp, Compression(codec, min_elements=0, warm_up=0))
     found = []
     for step in range(5):
         ddp.zero_grad()
@@ -123,7 +126,7 @@ def test_what_codecs_remember_survives_a_rebuild() -> None:
 
 def residuals_by_name(codec: str) -> dict[str, int]:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     backward(ddp, 0)
     assert state.feedback is not None
     return state.feedback.keys()
@@ -137,7 +140,7 @@ def test_keys_are_the_parameters_names() -> None:
 def accumulate(codec: str, views: bool) -> float:
     """Averages two pairs of four batches together."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS, gradient_as_bucket_view=views)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     for step in range(6):
         with contextlib.nullcontext() if step % 2 else ddp.no_sync():
             backward(ddp, step)
@@ -155,7 +158,7 @@ def test_nothing_is_lost_with_no_sync(views: bool) -> None:
 
 def use_branches(codec: str) -> float:
     ddp, books = wrapped(Branches(), find_unused_parameters=True)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     for step, asked in enumerate(ASKED):
         x, y = batch(step)
         mse_loss(ddp(x, asked[dist.get_rank()]), y).backward()
@@ -168,7 +171,7 @@ def use_branches(codec: str) -> float:
 def use_branches_unevenly(codec: str) -> float:
     """Rank 0 has two batches less."""
     ddp, books = wrapped(Branches(), find_unused_parameters=True)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     with ddp.join():
         for step in range(3 + 2 * dist.get_rank()):
             x, y = batch(step)
@@ -193,7 +196,7 @@ def test_nothing_is_lost_with_parameters_that_some_ranks_or_all_do_not_use() -> 
 def accumulate_branches(codec: str) -> float:
     """Some are used only in the backward that is not averaged on its own."""
     ddp, books = wrapped(Branches(), find_unused_parameters=True)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     for step, (alone, averaged) in enumerate([([0], [0, 1, 2]), ([2], [0]), ([0], [1])]):
         x, y = batch(step)
         with ddp.no_sync():
@@ -217,7 +220,9 @@ def train_unevenly(by_all: bool) -> tuple[float, int]:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     rules, follow = Tower.rules(CODECS), {"scaler": scaler, "optimizer": optimizer}
-    state = register(ddp, feedback=True, rules=rules, min_elements=0, warm_up=0, **follow)
+    state = register(
+        ddp, Compression(rules=rules, min_elements=0, feedback=True, warm_up=0), **follow
+    )
     ranks = dist.get_world_size()
     with ddp.join(divide_by_initial_world_size=by_all):
         for step in range(3 + 2 * dist.get_rank()):
@@ -255,7 +260,9 @@ def wrap_anew() -> float:
     for step in range(9):
         if step in sizes:
             ddp = DistributedDataParallel(module, bucket_cap_mb=sizes[step])
-            state = register(ddp, rules=rules, feedback=feedback, min_elements=0, warm_up=0)
+            state = register(
+                ddp, Compression(rules=rules, min_elements=0, feedback=feedback, warm_up=0)
+            )
         backward(ddp, step)
         books.deliver()
         if step + 1 in sizes:
@@ -288,7 +295,9 @@ def freeze(codec: str) -> tuple[float, bool]:
         module[2].requires_grad_(trainable)
         if step % 2 == 0:
             ddp, _ = wrapped(module, **SMALL_BUCKETS)
-            state = register(ddp, codec=codec, feedback=feedback or True, min_elements=0, warm_up=0)
+            state = register(
+                ddp, Compression(codec, min_elements=0, feedback=feedback or True, warm_up=0)
+            )
             feedback = state.feedback
         backward(ddp, step)
         books.deliver()
@@ -306,7 +315,7 @@ def test_nothing_is_lost_when_parameters_are_frozen_and_thawed() -> None:
 def switch(codec: str) -> tuple[float, list[float]]:
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
     stages = Stages((0, "none"), (2, codec), (4, "none"))
-    state = register(ddp, codec=stages, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(stages, min_elements=0, warm_up=0))
     norms = []
     for step in range(6):
         backward(ddp, step)
@@ -345,7 +354,7 @@ def train_mixed(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
     """Float16 has the average of one layer's gradients, and not their sum."""
     ddp, books = wrapped(Mixed(), **SMALL_BUCKETS)
     ddp.module.third.weight.register_hook(lambda g: g + 40000)
-    state = None if hook is None else register(ddp, **hook)
+    state = None if hook is None else register(ddp, **grouped(**hook))
     for step in range(3):
         ddp.zero_grad()
         backward(ddp, step)
@@ -398,7 +407,9 @@ def break_off(how: str) -> tuple[str, list[str]]:
     """Fails in the sixth backward, when its first buckets may have been averaged already."""
     ddp, _ = wrapped(Tower(len(CODECS)), **SMALL_BUCKETS)
     rules, momentum = Tower.rules(CODECS), Momentum(0.9)
-    state = register(ddp, feedback=True, rules=rules, momentum=momentum, min_elements=0, warm_up=0)
+    state = register(
+        ddp, Compression(rules=rules, min_elements=0, feedback=True, warm_up=0), momentum=momentum
+    )
     for step in range(5):
         backward(ddp, step)
         ddp.zero_grad()

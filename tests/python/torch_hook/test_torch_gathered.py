@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, State, gather_state_dict, register, scatter_state_dict
+from gradwire.torch import (
+    Compression,
+    Momentum,
+    State,
+    gather_state_dict,
+    register,
+    scatter_state_dict,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, SMALL_BUCKETS, Tower, backward, mlp, same_everywhere, wrapped
@@ -31,7 +38,7 @@ class One(nn.Module):
 def holds(*amounts: float) -> tuple[DistributedDataParallel, State]:
     """A hook that has held back so much on each rank."""
     ddp = DistributedDataParallel(One())
-    state = register(ddp, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(min_elements=0, feedback=True, warm_up=0))
     assert state.feedback is not None
     state.feedback.add("weight", torch.full((4,), amounts[dist.get_rank()]).numpy())
     return ddp, state
@@ -139,8 +146,15 @@ def train(steps: range, ddp: DistributedDataParallel, optimizer: torch.optim.Opt
 def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, State]:
     ddp, _ = wrapped(Tower(len(CODECS)), **SMALL_BUCKETS)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    hook: dict[str, Any] = {"rules": Tower.rules(CODECS), "min_elements": 0}
-    return ddp, optimizer, register(ddp, feedback=True, momentum=Momentum(), **hook)
+    return (
+        ddp,
+        optimizer,
+        register(
+            ddp,
+            Compression(rules=Tower.rules(CODECS), min_elements=0, feedback=True),
+            momentum=Momentum(),
+        ),
+    )
 
 
 def gather_and_scatter() -> list[bool]:
@@ -227,7 +241,7 @@ def shrink_to_half(how: str) -> float | None:
     kept: Any = state.feedback if how == "the same feedback" else True
     ddp = DistributedDataParallel(One(), process_group=survivors)
     state.close()
-    again = register(ddp, feedback=kept, min_elements=0, warm_up=0)
+    again = register(ddp, Compression(min_elements=0, feedback=kept, warm_up=0))
     if how == "loaded":
         again.load_state_dict(saved[rank], resized=True)
     if how == "added":
@@ -286,7 +300,7 @@ def test_states_that_are_not_whole_are_refused_on_all_ranks() -> None:
 def of_another_model() -> str:
     _, state = holds(1.0, 2.0)
     gathered = gather_state_dict(state)
-    other = register(DistributedDataParallel(mlp()), feedback=True)
+    other = register(DistributedDataParallel(mlp()), Compression(feedback=True))
     return message(scatter_state_dict, other, gathered)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from trainer_options import grouped
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
 
@@ -62,7 +63,7 @@ def train(
     model: nn.Module, setting: dict[str, Any], hook: dict[str, Any] | None, steps: int = 4
 ) -> tuple[DistributedDataParallel, State | None]:
     ddp = DistributedDataParallel(model, **setting)
-    state = None if hook is None else register(ddp, **hook)
+    state = None if hook is None else register(ddp, **grouped(**hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         x, y = batch(step)
@@ -175,7 +176,7 @@ def branch_gradients(hook: dict[str, Any] | None) -> list[torch.Tensor | None]:
     torch.manual_seed(3)
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
     if hook is not None:
-        register(ddp, **hook)
+        register(ddp, **grouped(**hook))
     for step in range(3):
         x, y = batch(step)
         mse_loss(ddp(x, dist.get_rank() == 0 or step % 2 == 0), y).backward()
@@ -194,7 +195,7 @@ def test_parameters_that_some_ranks_do_not_use() -> None:
 def accumulate(hook: dict[str, Any] | None, views: bool) -> tuple[list[torch.Tensor], int]:
     """Gradients of three batches at a time, of which two are not averaged on their own."""
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS, gradient_as_bucket_view=views)
-    state = None if hook is None else register(ddp, **hook)
+    state = None if hook is None else register(ddp, **grouped(**hook))
     found = []
     for step in range(9):
         with contextlib.nullcontext() if step % 3 == 2 else ddp.no_sync():
@@ -220,7 +221,7 @@ def scaled(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
     """Mixed precision; rank 1's second batch overflows, so every rank must skip it."""
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
     if hook is not None:
-        register(ddp, **hook)
+        register(ddp, **grouped(**hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     for step in range(3):
@@ -268,7 +269,7 @@ def given_communicator() -> tuple[int, str, str]:
     first = register(reference)
     algorithm = "ring"
     ddp = DistributedDataParallel(mlp())
-    second = register(ddp, codec="fp16", algorithm=algorithm, communicator=first.communicator)
+    second = register(ddp, "fp16", algorithm=algorithm, ranks=first.communicator)
     assert second.communicator is first.communicator
     x, y = batch(0)
     mse_loss(ddp(x), y).backward()
@@ -288,7 +289,7 @@ def test_models_can_share_a_given_communicator() -> None:
 def wrong_communicator() -> str:
     whole = communicator_of(dist.group.WORLD)
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(DistributedDataParallel(mlp()), communicator=whole.split(dist.get_rank()))
+        register(DistributedDataParallel(mlp()), ranks=whole.split(dist.get_rank()))
     return str(raised.value)
 
 
@@ -380,7 +381,7 @@ def test_callbacks_may_block_on_later_operations() -> None:
 def closed_state() -> tuple[str, bool]:
     ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
     with_communicator = communicator_of(dist.group.WORLD)
-    state = register(ddp, communicator=with_communicator)
+    state = register(ddp, ranks=with_communicator)
     x, y = batch(0)
     mse_loss(ddp(x), y).backward()
     state.close()
@@ -471,7 +472,7 @@ def train_unevenly(hook: dict[str, Any] | None, by_all: bool) -> dict[str, torch
     torch.manual_seed(3)
     ddp = DistributedDataParallel(WithBuffers(), **SMALL_BUCKETS)
     if hook is not None:
-        register(ddp, **hook)
+        register(ddp, **grouped(**hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with ddp.join(divide_by_initial_world_size=by_all):
         for step in range(2 + 2 * dist.get_rank()):
@@ -518,7 +519,7 @@ def test_frozen_and_thawed_parameters_end_as_with_plain_ddp() -> None:
 def refused(setting: dict[str, str]) -> str:
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, **setting)
+        register(ddp, **grouped(**setting))
     return str(raised.value)
 
 

@@ -14,7 +14,7 @@ import simulated_gpu
 import simulated_torch_cuda as simulated
 import torch
 import torch_ranks
-from gradwire.torch import Momentum
+from gradwire.torch import Compression, Momentum
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.ddp.checks import require_features
 from gradwire.torch.ddp.double_counting import AccumulationCheck
@@ -103,16 +103,17 @@ def averages(state: State, step: int, on_gpu: bool, scale: float) -> Iterator[to
         yield each.value()
 
 
-def train(on_gpu: bool, codec: str, scaled: bool, **options: Any) -> list[torch.Tensor]:
+def train(
+    on_gpu: bool, codec: str, scaled: bool, feedback: bool | None = None, **options: Any
+) -> list[torch.Tensor]:
     """All averages of all steps that were finite; velocities and residuals at the end."""
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     parameters = {name: cuda(each) if on_gpu else each for name, each in zeros.items()}
     scaler = Scaler(on_gpu) if scaled else None
     state = State(
         communicator_of(torch.distributed.group.WORLD),
-        codec,
+        Compression(codec, min_elements=0, feedback=feedback),
         parameters=parameters.items(),
-        min_elements=0,
         scaler=scaler,
         **options,
     )

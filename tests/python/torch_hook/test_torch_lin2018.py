@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, register, warm_up
+from gradwire.torch import Compression, Momentum, Stages, register
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -95,10 +95,9 @@ def furthest(case: Case) -> float:
     topk = f"topk:density={DENSITY}"
     state = register(
         ddp,
-        codec=warm_up(DENSITY, every=2) if case.ramp else topk,
-        # Of two ranks, auto gathers what top-k leaves of each one's own v, as in the paper.
-        min_elements=0,
-        warm_up=0,
+        Compression(
+            Stages.sparse(DENSITY, every=2) if case.ramp else topk, min_elements=0, warm_up=0
+        ),
         momentum=Momentum(FACTOR, nesterov=case.nesterov, masking=case.masking)
         if case.momentum
         else None,
@@ -169,7 +168,7 @@ def clip_scaled() -> tuple[bool, bool]:
     gradients = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=64.0)):
         ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-        state = register(ddp, codec="onebit", warm_up=0, clip_norm=CLIP, scaler=scaler)
+        state = register(ddp, Compression("onebit", warm_up=0), clip_norm=CLIP, scaler=scaler)
         x, y = batch(0)
         loss = nn.functional.mse_loss(ddp(x), y)
         (scaler.scale(loss) if scaler else loss).backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, register
+from gradwire.torch import Compression, Momentum, register
 from torch.nn.functional import mse_loss
 from torch_training import (
     ASKED,
@@ -24,6 +24,7 @@ from torch_training import (
     with_each,
     wrapped,
 )
+from trainer_options import grouped
 
 SPARSE = [codec for codec in CODECS if codec.startswith(("threshold", "topk"))]
 
@@ -31,12 +32,14 @@ SPARSE = [codec for codec in CODECS if codec.startswith(("threshold", "topk"))]
 def train(hook: dict[str, Any], sgd: dict[str, Any], wraps_anew: bool = False) -> torch.Tensor:
     """Makes DDP anew in the middle if asked, where residuals and what belongs to them go on."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    state = register(ddp, min_elements=0, warm_up=0, **hook)
+    state = register(ddp, **grouped(min_elements=0, warm_up=0, **hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
     for step in range(6):
         if wraps_anew and step == 3:
             ddp, _ = wrapped(ddp.module, **SMALL_BUCKETS)
-            register(ddp, min_elements=0, warm_up=0, **{**hook, "feedback": state.feedback})
+            register(
+                ddp, **grouped(min_elements=0, warm_up=0, **{**hook, "feedback": state.feedback})
+            )
         optimizer.zero_grad()
         backward(ddp, step)
         optimizer.step()
@@ -62,7 +65,7 @@ def test_dense_momentum_in_the_hook_is_that_of_the_optimizer(nesterov: bool) -> 
 def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
     """A parameter that no rank used keeps its velocity."""
     ddp, _ = wrapped(Branches(), find_unused_parameters=True)
-    register(ddp, min_elements=0, warm_up=0, **hook)
+    register(ddp, **grouped(min_elements=0, warm_up=0, **hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
     for step, asked in enumerate(ASKED):
         x, y = batch(step)
@@ -116,7 +119,9 @@ def follow(codec: str, masking: bool) -> tuple[float, bool, float]:
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     expected = Velocities(ddp.module, 0.9)
     momentum = Momentum(0.9, masking=masking)
-    state = register(ddp, codec=codec, feedback=True, momentum=momentum, min_elements=0, warm_up=0)
+    state = register(
+        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), momentum=momentum
+    )
     assert state.feedback is not None
     sent = {name: torch.zeros_like(p).double() for name, p in ddp.module.named_parameters()}
     for step in range(5):
@@ -147,7 +152,7 @@ def test_velocities_of_elements_just_sent_are_forgotten(masking: bool) -> None:
 
 def overflow(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=codec, warm_up=0, feedback=True, momentum=Momentum(0.9))
+    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
     backward(ddp, 0)
     before = state.state_dict()["velocities"]
     ddp.zero_grad()
@@ -165,12 +170,12 @@ def test_an_overflow_moves_no_velocity() -> None:
 
 def resume(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=codec, warm_up=0, feedback=True, momentum=Momentum(0.9))
+    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
     for step in range(3):
         ddp.zero_grad()
         backward(ddp, step)
     again, _ = wrapped(mlp())
-    resumed = register(again, codec=codec, warm_up=0, feedback=True, momentum=Momentum(0.9))
+    resumed = register(again, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
     resumed.load_state_dict(state.state_dict())
     for each in (ddp, again):
         each.zero_grad()
@@ -189,7 +194,7 @@ def with_scaler(codec: str) -> bool:
     ends = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)):
         ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-        register(ddp, codec=codec, warm_up=0, momentum=Momentum(0.9), scaler=scaler)
+        register(ddp, Compression(codec, warm_up=0), momentum=Momentum(0.9), scaler=scaler)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(6):
             x, y = batch(step)

@@ -16,6 +16,7 @@ from gradwire.torch.exchange.optimizer_watch import is_adaptive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, flat, mlp
+from trainer_options import grouped
 
 ADVICE = "ends at a higher loss than without a codec"
 
@@ -31,7 +32,7 @@ def warned_of(
     before = len(logged)
     ddp = DistributedDataParallel(mlp())
     optimizer = make(ddp.parameters())
-    state = register(ddp, **hook, optimizer=optimizer if given else None)
+    state = register(ddp, **grouped(**hook), optimizer=optimizer if given else None)
     for step in range(steps):
         optimizer.zero_grad()
         backward(ddp, step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_ranks
 from gradwire.torch import (
+    Compression,
     DeMo,
     DiLoCo,
     DistributedLion,
@@ -26,6 +27,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import Branches, batch, mlp
 from torch_versions import has_fsdp_hooks
+from trainer_options import grouped
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 BATCHES = 5
@@ -35,7 +37,7 @@ def hook(module: nn.Module, **options: Any) -> Step:
     find_unused = isinstance(module, Branches)
     ddp = DistributedDataParallel(module, find_unused_parameters=find_unused)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = register(ddp, optimizer=optimizer, min_elements=0, warm_up=0, **options)
+    state = register(ddp, **grouped(min_elements=0, warm_up=0, optimizer=optimizer, **options))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -49,7 +51,7 @@ def hook(module: nn.Module, **options: Any) -> Step:
 
 def joined(module: nn.Module) -> Step:
     ddp = DistributedDataParallel(module)
-    register(ddp, "onebit", min_elements=0, warm_up=0)
+    register(ddp, Compression("onebit", min_elements=0, warm_up=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -92,7 +94,7 @@ def sharded(module: nn.Module, **options: Any) -> Step:
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(module, mesh=init_device_mesh("cpu", (group.WORLD.size(),)))
-    state = register_fsdp(model, min_elements=0, warm_up=0, **options)
+    state = register_fsdp(model, **grouped(min_elements=0, warm_up=0, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:

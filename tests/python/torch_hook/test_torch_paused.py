@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, State, register
+from gradwire.torch import Compression, Momentum, State, register
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -55,7 +55,7 @@ def gradients(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
 def pause(codec: str, hook: dict[str, Any]) -> tuple[bool, float, bool]:
     """The state after a paused backward, its distance from the average, and whether it goes on."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, **hook)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), **hook)
     plain = DistributedDataParallel(mlp())
     found, furthest = True, 0.0
     for step in range(6):
@@ -83,7 +83,7 @@ def train(codec: str, pauses: bool) -> torch.Tensor:
     """A model through which, in between, the gradient of another one goes."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     state = register(
-        ddp, codec=codec, feedback=True, min_elements=0, warm_up=0, momentum=Momentum()
+        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), momentum=Momentum()
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
@@ -112,7 +112,7 @@ def test_gradients_that_are_thrown_away_change_no_bit_of_training() -> None:
 def pause_branches(codec: str) -> bool:
     """Pauses where DDP also looks for parameters that no rank used."""
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    state = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     found = True
     for step, asked in enumerate(ASKED):
         x, y = batch(step)
@@ -133,7 +133,7 @@ def test_a_pause_holds_with_parameters_that_are_not_used() -> None:
 def break_off_a_pause() -> tuple[bool, bool]:
     """An error of a backward ends the pause, too."""
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec="onebit", warm_up=0)
+    state = register(ddp, Compression("onebit", warm_up=0))
     gradients(ddp, 0)
     before = kept(state)
     handle = next(ddp.parameters()).register_hook(lambda _: 1 / 0)
@@ -144,14 +144,14 @@ def break_off_a_pause() -> tuple[bool, bool]:
     unmoved = same(before, kept(state))
     again, _ = wrapped(ddp.module)
     state.close()
-    resumed = register(again, codec="onebit", warm_up=0, feedback=state.feedback)
+    resumed = register(again, Compression("onebit", feedback=state.feedback, warm_up=0))
     gradients(again, 2)
     return unmoved, same(before, kept(resumed))
 
 
 def pause_in_join() -> str:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec="int8")
+    state = register(ddp, "int8")
     with ddp.join(), pytest.raises(gradwire.InvalidArgument) as raised, state.paused():
         pass
     return str(raised.value)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import OneBit
-from gradwire.torch import Momentum, Stages, register, stats, warm_up
+from gradwire.torch import Compression, Momentum, Stages, register, stats
 from gradwire.torch.exchange.rules import Rules
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,7 @@ from torch_training import (
     with_each,
     wrapped,
 )
+from trainer_options import grouped
 
 
 def test_the_first_pattern_that_matches_decides() -> None:
@@ -72,25 +73,25 @@ def test_stages_ascend_from_0(starts: list[int]) -> None:
 
 
 def test_warm_up_thins_out_by_quarters() -> None:
-    ramp = warm_up(0.001, every=10, start=4)
+    ramp = Stages.sparse(0.001, every=10, start=4)
     found = [ramp(step) for step in (0, 3, 4, 13, 14, 24, 34, 44, 1000)]
     densities = ["0.25", "0.25", "0.0625", "0.015625", "0.00390625", "0.001", "0.001"]
     assert found == ["none", "none", *(f"topk:density={each}" for each in densities)]
-    assert warm_up(0.5, every=1)(0) == "topk:density=0.5"
+    assert Stages.sparse(0.5, every=1)(0) == "topk:density=0.5"
 
 
 NAN = float("nan")
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (warm_up, {"density": 0.0, "every": 1}, "density=0.0 is not from above 0 to 1"),
-    (warm_up, {"density": NAN, "every": 1}, "density=nan is not from"),
-    (warm_up, {"density": "0.1", "every": 1}, "density='0.1' is of type str"),
-    (warm_up, {"every": 0}, "every=0 is less than 1"),
-    (warm_up, {"every": 1.5}, "every=1.5 is of type float"),
-    (warm_up, {"every": 1, "start": -1}, "start=-1 is less than 0"),
-    (warm_up, {"every": 1, "start": NAN}, "start=nan is of type float"),
-    (Rules, {"codec": "none", "min_elements": -1}, "min_elements=-1 is less than 0"),
-    (Rules, {"codec": "none", "min_elements": NAN}, "min_elements=nan is of type float"),
-    (Rules, {"codec": "none", "min_elements": None}, "min_elements=None: give an integer"),
+    (Stages.sparse, {"density": 0.0, "every": 1}, "density=0.0 is not from above 0 to 1"),
+    (Stages.sparse, {"density": NAN, "every": 1}, "density=nan is not from"),
+    (Stages.sparse, {"density": "0.1", "every": 1}, "density='0.1' is of type str"),
+    (Stages.sparse, {"every": 0}, "every=0 is less than 1"),
+    (Stages.sparse, {"every": 1.5}, "every=1.5 is of type float"),
+    (Stages.sparse, {"every": 1, "start": -1}, "start=-1 is less than 0"),
+    (Stages.sparse, {"every": 1, "start": NAN}, "start=nan is of type float"),
+    (Compression, {"min_elements": -1}, "min_elements=-1 is less than 0"),
+    (Compression, {"min_elements": NAN}, "min_elements=nan is of type float"),
+    (Compression, {"min_elements": None}, "min_elements=None: give an integer"),
     (Momentum, {"factor": "0.9"}, "factor='0.9' is of type str"),
     (Momentum, {"factor": NAN}, "factor=nan is not from 0 to below 1"),
     (Momentum, {"nesterov": 1}, "nesterov=1 is of type int: give True or False"),
@@ -124,7 +125,7 @@ def test_a_codec_that_does_not_exist_is_refused(codec: Any) -> None:
 def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     rules = [("*.bias", "none"), ("4.*", "int8:block=32")]
-    state = register(ddp, codec=codec, feedback=True, rules=rules, min_elements=0, warm_up=0)
+    state = register(ddp, Compression(codec, rules=rules, min_elements=0, feedback=True, warm_up=0))
     before = state.communicator.traffic.bytes_sent  # in register()
     ratios = []
     for step in range(3):
@@ -160,7 +161,7 @@ def test_parameters_have_codecs_of_their_own_and_a_table_of_them() -> None:
 def first_gradients(**hook: Any) -> dict[str, torch.Tensor]:
     ddp, _ = wrapped(mlp())
     if hook:
-        register(ddp, **hook)
+        register(ddp, **grouped(**hook))
     backward(ddp, 0)
     return {name: each.grad for name, each in ddp.module.named_parameters()}
 
@@ -177,7 +178,7 @@ def test_parameters_of_less_than_1024_elements_equal_plain_ddp_by_default() -> N
 def change_together() -> list[bool]:
     """Ranks that are slower than others change the codec at the same step."""
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec=Stages((0, "none"), (2, LOSSY[0])))
+    state = register(ddp, Stages((0, "none"), (2, LOSSY[0])))
     changed = []
     for step in range(4):
         backward(ddp, step)
@@ -191,7 +192,7 @@ def test_all_ranks_change_the_codec_at_the_same_step() -> None:
 
 def disagree() -> str:
     ddp, _ = wrapped(mlp())
-    register(ddp, codec=Stages((0, "none"), (1 + dist.get_rank(), "fp16")), feedback=False)
+    register(ddp, Compression(Stages((0, "none"), (1 + dist.get_rank(), "fp16")), feedback=False))
     backward(ddp, 0)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         backward(ddp, 1)
@@ -231,7 +232,7 @@ def unnamed() -> list[str]:
     ]
     for each in wanted:
         with pytest.raises(gradwire.InvalidArgument) as raised:
-            gradwire.torch.State(state.communicator, **each)
+            gradwire.torch.State(state.communicator, **grouped(**each))
         messages.append(str(raised.value))
     return messages
 
@@ -244,10 +245,10 @@ def test_what_is_kept_by_parameter_needs_their_names() -> None:
 def two_models_and_a_control() -> tuple[bool, bool]:
     """Feedback off, on by need, and given."""
     feedback = gradwire.ErrorFeedback()
-    off = register(DistributedDataParallel(mlp()), codec="onebit", feedback=False)
-    needed = register(DistributedDataParallel(mlp()), codec="onebit")
-    given = register(DistributedDataParallel(mlp()), codec="fp16", feedback=feedback)
-    unneeded = register(DistributedDataParallel(mlp()), codec="fp16")
+    off = register(DistributedDataParallel(mlp()), Compression("onebit", feedback=False))
+    needed = register(DistributedDataParallel(mlp()), "onebit")
+    given = register(DistributedDataParallel(mlp()), Compression("fp16", feedback=feedback))
+    unneeded = register(DistributedDataParallel(mlp()), "fp16")
     assert off.feedback is None
     assert unneeded.feedback is None
     return needed.feedback is not None, given.feedback is feedback

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, Stages, State, register
+from gradwire.torch import Compression, Momentum, Stages, State, register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -59,11 +59,12 @@ def start(
     momentum = 0.0 if follows else 0.9
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1) if follows else None
-    hook: dict[str, Any] = {"rules": Tower.rules(codecs), "min_elements": 0}
+    hook: dict[str, Any] = {}
     if follows:
-        hook |= {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
+        hook = {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
     feedback = gradwire.ErrorFeedback(dtype)
-    state = register(ddp, algorithm="ring", feedback=feedback, **hook)
+    compression = Compression(rules=Tower.rules(codecs), min_elements=0, feedback=feedback)
+    state = register(ddp, compression, algorithm="ring", **hook)
     return Training(ddp, optimizer, state, scaler)
 
 
@@ -238,9 +239,9 @@ def leave(codec: str, how: str) -> float:
     books = Books(module)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    hook: dict[str, Any] = {"codec": codec, "scaler": scaler, "optimizer": optimizer}
+    hook: dict[str, Any] = {"scaler": scaler, "optimizer": optimizer}
     ddp = DistributedDataParallel(module, **SMALL_BUCKETS)
-    state = register(ddp, feedback=True, min_elements=0, warm_up=0, **hook)
+    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), **hook)
 
     def train(ranks: int) -> None:
         # An average over fewer ranks counts a gradient for more.
@@ -263,7 +264,9 @@ def leave(codec: str, how: str) -> float:
         before = state
         ddp = DistributedDataParallel(module, process_group=survivors, **SMALL_BUCKETS)
         goes_on = before.feedback if how == "the same feedback" else True
-        state = register(ddp, feedback=goes_on, min_elements=0, warm_up=0, **hook)
+        state = register(
+            ddp, Compression(codec, min_elements=0, feedback=goes_on, warm_up=0), **hook
+        )
         if how == "a state loaded":
             state.load_state_dict(before.state_dict(), resized=True)
         if how == "residuals added":
@@ -299,12 +302,16 @@ def test_what_a_rank_that_leaves_held_back_goes_to_a_survivor() -> None:
 
 def refusals() -> list[str]:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, codec="fp16", feedback=True)
+    state = register(ddp, Compression("fp16", feedback=True))
     backward(ddp, 0)
     saved = state.state_dict()
-    bare = register(DistributedDataParallel(mlp()), codec="fp16")
-    wider = register(DistributedDataParallel(nn.Sequential(nn.Linear(21, 100))), feedback=True)
-    shorter = register(DistributedDataParallel(nn.Sequential(nn.Linear(20, 100))), feedback=True)
+    bare = register(DistributedDataParallel(mlp()), "fp16")
+    wider = register(
+        DistributedDataParallel(nn.Sequential(nn.Linear(21, 100))), Compression(feedback=True)
+    )
+    shorter = register(
+        DistributedDataParallel(nn.Sequential(nn.Linear(20, 100))), Compression(feedback=True)
+    )
     messages = []
     for other, what in ((bare, saved), (wider, saved), (shorter, saved), (state, {"steps": 1})):
         for method in (other.load_state_dict, other.add_residuals):
@@ -369,7 +376,7 @@ def resume_a_schedule() -> tuple[int, list[bool]]:
     def begin() -> Training:
         ddp, _ = wrapped(mlp())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        return Training(ddp, optimizer, register(ddp, codec=stages))
+        return Training(ddp, optimizer, register(ddp, stages))
 
     first = begin()
     run(first, range(3))

@@ -12,13 +12,14 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import Momentum, State, comm_hook, register
+from gradwire.torch import Compression, Momentum, Ranks, State, comm_hook, register
 from gradwire.torch._ranks.group import communicator_of
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch_training import backward, flat, mlp, same_everywhere
+from trainer_options import grouped
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no codec": ({"codec": None}, "codec=None: give a codec's name"),
@@ -40,7 +41,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"codec": "topk", "min_elements": 1.5},
         "min_elements=1.5 is of typ",
     ),
-    "communicator as a number": ({"communicator": 1}, "communicator=1 is of type int: give a gr"),
+    "a rank's number": ({"ranks": 1}, "ranks=1 is of type int: give a gradwire.Communicator, a"),
     "rule for nothing": ({"rules": [("fc.*", "none")]}, "'fc.*', which matches no parameter"),
     "names with a prefix": ({"rules": [("module.*", "none")]}, "named_parameters(): 0.weight"),
 }
@@ -50,7 +51,7 @@ def wrong_settings() -> dict[str, str]:
     found = {}
     for what, (setting, _) in WRONG.items():
         with pytest.raises(gradwire.InvalidArgument) as raised:
-            register(DistributedDataParallel(mlp()), **setting)
+            register(DistributedDataParallel(mlp()), **grouped(**setting))
         found[what] = str(raised.value)
     return found
 
@@ -67,9 +68,9 @@ def one_fails(owns: bool) -> str:
     given = None if owns else communicator_of(torch.distributed.group.WORLD)
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, communicator=given, rules=rules, timeout=LIMIT)
+        register(ddp, Compression(rules=rules), ranks=given or Ranks(timeout=LIMIT))
     if given is not None:
-        register(ddp, communicator=given)
+        register(ddp, ranks=given)
     return str(raised.value)
 
 
@@ -147,14 +148,14 @@ def test_a_hook_without_a_state_says_so() -> None:
 
 def share_feedback() -> str:
     first = DistributedDataParallel(mlp())
-    state = register(first, codec="onebit")
+    state = register(first, "onebit")
     second = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(second, codec="onebit", feedback=state.feedback)
+        register(second, Compression("onebit", feedback=state.feedback))
     state.close()
-    register(second, codec="onebit", feedback=state.feedback)
+    register(second, Compression("onebit", feedback=state.feedback))
     third = DistributedDataParallel(second.module)  # the same parameters
-    register(third, codec="onebit", feedback=state.feedback)
+    register(third, Compression("onebit", feedback=state.feedback))
     backward(third, 0)
     return str(raised.value)
 
@@ -185,7 +186,7 @@ def copied(how: str) -> tuple[list[str], bool, bool, bool]:
     warnings = torch_ranks.logged()
     ddp = DistributedDataParallel(mlp())
     ddp.register_forward_hook(forward_hook)
-    state = register(ddp, codec="onebit")
+    state = register(ddp, "onebit")
     backward(ddp, 0)
     made = COPIES[how](ddp)
     plain = made.module if how == "AveragedModel" else made

@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 import torch_ranks
 from census import Census, census, growth
-from gradwire.torch import State, register
+from gradwire.torch import Compression, State, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, SMALL_BUCKETS, Books, Tower, backward, mlp
+from trainer_options import grouped
 
 ROUNDING = 16.0  # units in the last place of all that was added up
 VICTIM = 1
@@ -26,7 +27,7 @@ def go_on_without_a_rank() -> tuple[float, int]:
     books.unit = 1 / 3  # for what a gradient counts in an average
     hook = {"rules": Tower.rules(CODECS), "min_elements": 0}
     ddp = DistributedDataParallel(module, **SMALL_BUCKETS)
-    state = register(ddp, feedback=True, **hook)
+    state = register(ddp, **grouped(feedback=True, **hook))
     for step in range(5):  # then each bucket travels at once
         backward(ddp, step)
         books.deliver()
@@ -45,7 +46,7 @@ def go_on_without_a_rank() -> tuple[float, int]:
     state.close()
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
     ddp = DistributedDataParallel(module, process_group=survivors, **SMALL_BUCKETS)
-    again = register(ddp, communicator=communicator, feedback=state.feedback, **hook)
+    again = register(ddp, **grouped(feedback=state.feedback, ranks=communicator, **hook))
     books.unit = 1 / 2
     for step in range(6, 11):
         backward(ddp, step)
@@ -65,7 +66,7 @@ def train_until_one_dies(
 ) -> tuple[State, weakref.ref[DistributedDataParallel]]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
-    state = register(ddp, codec="onebit", warm_up=0)
+    state = register(ddp, Compression("onebit", warm_up=0))
     for step in range(3):
         backward(ddp, step)
     if rank == 1:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire._base import stops
-from gradwire.torch import gather_state_dict, register
+from gradwire.torch import Compression, gather_state_dict, register
 from torch_training import SMALL_BUCKETS, backward, mlp, wrapped
 
 STEPS, ASKED_AT = 5, 2
@@ -30,7 +30,7 @@ def _backward(ddp: Any, step: int, accumulate: bool) -> None:
 def _answers(codec: str, rank: int, where: str, accumulate: bool, asks: bool) -> tuple[Any, int]:
     """What should_stop() says in each step, and the frames sent in all."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    state = register(ddp, codec=codec, warm_up=0)
+    state = register(ddp, Compression(codec, warm_up=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     number = stops.SIGNALS[rank % 2]
     doing = {"step": -1}
@@ -91,7 +91,7 @@ def test_no_frame_is_sent_for_it() -> None:
 def _train(codec: str, checkpoint: str, killed: int | None) -> tuple[int, bytes]:
     """Trains until the end or a stop; the steps, and the bits of the weights."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-    state = register(ddp, codec=codec, warm_up=0)
+    state = register(ddp, Compression(codec, warm_up=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     step = 0
     if os.path.exists(checkpoint):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import DiLoCo, OneBitAdam, register
+from gradwire.torch import DiLoCo, OneBitAdam, Ranks, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, mlp
 
@@ -21,7 +21,7 @@ def chosen(backend: str) -> list[float]:
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     states = [
         register(DistributedDataParallel(mlp(), process_group=group)),
-        register(DistributedDataParallel(mlp(), process_group=group), timeout=33),
+        register(DistributedDataParallel(mlp(), process_group=group), ranks=Ranks(timeout=33)),
         register(DistributedDataParallel(mlp())),
         OneBitAdam(mlp().named_parameters(), warm_up=1, process_group=group),
         DiLoCo(net, inner, process_group=group),
@@ -39,7 +39,7 @@ def test_the_process_groups_timeout_is_the_default(backend: str) -> None:
 def late() -> str:
     """Rank 1 is alive, and makes no step."""
     ddp = DistributedDataParallel(mlp())
-    state = register(ddp, timeout=1)
+    state = register(ddp, ranks=Ranks(timeout=1))
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_default_store()
         store.wait(["given up"])

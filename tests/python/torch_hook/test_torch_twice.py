@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, State, register
+from gradwire.torch import Compression, Momentum, State, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, SMALL_BUCKETS, backward, flat, mlp, with_each, wrapped
+from trainer_options import grouped
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, nesterov=True),
@@ -129,7 +130,7 @@ def test_a_closed_hook_leaves_nothing_at_the_parameters() -> None:
 def differing(name: str, values: list[Any]) -> str:
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, **{name: values[dist.get_rank()]})
+        register(ddp, **grouped(**{name: values[dist.get_rank()]}))
     register(ddp)  # which can be tried again
     backward(ddp, 0)
     return str(raised.value)
@@ -158,7 +159,7 @@ def accumulate_averages(hook: dict[str, Any], how: str) -> str:
     """Two backwards that are both averaged, for one step of the optimizer."""
     ddp, _ = wrapped(mlp(), gradient_as_bucket_view=how == "bucket views")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    register(ddp, **hook)
+    register(ddp, **grouped(**hook))
     for step in range(2):
         backward(ddp, step)
         optimizer.step()
@@ -262,7 +263,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
 def accumulate_without_momentum(codec: str) -> float:
     """Both averages are in the gradient once, and the rest is kept."""
     ddp, books = wrapped(mlp(), **SMALL_BUCKETS)
-    state: State = register(ddp, codec=codec, feedback=True, min_elements=0, warm_up=0)
+    state: State = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
     for step in range(6):
         backward(ddp, step)
         if step % 2:

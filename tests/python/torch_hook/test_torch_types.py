@@ -12,12 +12,13 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Momentum, Stages, State, comm_hook, register
+from gradwire.torch import Compression, Momentum, Stages, State, comm_hook, register
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, batch, mlp, same_everywhere, with_each
 from torch_versions import gloo_has_complex
+from trainer_options import grouped
 
 COMPLEX = {"complex64": torch.complex64, "complex128": torch.complex128}
 VIEWS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}]
@@ -42,7 +43,7 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], State | None]:
     """The sum over the steps of what DDP delivered; the weights stay as they are."""
     ddp = DistributedDataParallel(Waves(COMPLEX[dtype]), **setting)
-    state = None if codec is None else register(ddp, codec, min_elements=0, warm_up=0)
+    state = None if codec is None else register(ddp, Compression(codec, min_elements=0, warm_up=0))
     total = {name: torch.zeros_like(p) for name, p in ddp.module.named_parameters()}
     for step in range(steps):
         ddp.zero_grad()
@@ -135,7 +136,9 @@ def saved_and_loaded() -> list[bool]:
     saved: dict[str, Any] = {}
     for step in range(2):
         ddp = DistributedDataParallel(Waves(torch.complex64))
-        state = register(ddp, sparse, min_elements=0, warm_up=0, momentum=Momentum(0.9))
+        state = register(
+            ddp, Compression(sparse, min_elements=0, warm_up=0), momentum=Momentum(0.9)
+        )
         if step == 0:
             ddp(torch.ones(16, 20)).backward()
             saved = state.state_dict()
@@ -159,7 +162,7 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def delivered(module: nn.Module, hook: dict[str, Any] | None) -> tuple[Any, State | None, int]:
     """The sum of what DDP delivered over some steps by parameter, and the bytes sent."""
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
-    state = None if hook is None else register(ddp, **hook)
+    state = None if hook is None else register(ddp, **grouped(**hook))
     total = {name: torch.zeros_like(p).float() for name, p in module.named_parameters()}
     dtype = next(module.parameters()).dtype
     for step in range(6):
@@ -213,7 +216,7 @@ def paused_half(dtype: str) -> float:
     found = []
     for hook in (False, True):
         ddp = DistributedDataParallel(mlp().to(HALVES[dtype]))
-        state = register(ddp, "onebit", min_elements=0, warm_up=0) if hook else None
+        state = register(ddp, Compression("onebit", min_elements=0, warm_up=0)) if hook else None
         x, y = batch(0)
         with contextlib.nullcontext() if state is None else state.paused():
             mse_loss(ddp(x.to(HALVES[dtype])), y.to(HALVES[dtype])).backward()
@@ -241,7 +244,7 @@ class Large(nn.Module):
 
 def large_gradients(codec: str, waiting: float, given: float) -> list[float]:
     ddp = DistributedDataParallel(Large())
-    state = register(ddp, Stages((0, codec)), min_elements=0, warm_up=0)
+    state = register(ddp, Compression(Stages((0, codec)), min_elements=0, warm_up=0))
     assert state.feedback is not None
     state.feedback.add("weight", torch.full((4,), waiting).numpy())
     ddp(torch.full((4,), given)).backward()

@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire._base.arguments import instance, wrong
-from gradwire._base.rules import require_pairs
+from gradwire._base.arguments import wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, ScheduleError, describe
-from gradwire._feedback import ErrorFeedback
 from gradwire._schedules.schedule import Schedule
 from gradwire.torch.exchange.hook_state import HookState
 
@@ -19,21 +17,13 @@ _State = TypeVar("_State", bound=HookState)
 _RankSettings = tuple[str, dict[str, str]]  # why a rank has failed, and its settings
 
 
-def require_feedback(feedback: Any, rules: Any) -> None:
-    """Raises InvalidArgument for `feedback=` or `rules=` of a wrong type."""
-    if feedback is not None and not isinstance(feedback, bool):
-        instance(feedback, "feedback", ErrorFeedback, "None, True, False or an ErrorFeedback")
-    require_pairs(rules)
-
-
-def require_settings(scaler: Any, optimizer: Any, feedback: Any, rules: Any) -> None:
+def require_settings(scaler: Any, optimizer: Any) -> None:
     """Raises InvalidArgument for settings of a wrong type."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "get_scale")):
         raise wrong(scaler, "scaler", "the GradScaler that scales the loss")
     groups = None if isinstance(optimizer, type) else getattr(optimizer, "param_groups", None)
     if optimizer is not None and groups is None:
         raise wrong(optimizer, "optimizer", "the optimizer that steps the model's parameters")
-    require_feedback(feedback, rules)
 
 
 def require_algorithm(

@@ -11,7 +11,7 @@ SGD: before AdamW it costs a higher loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,11 +19,10 @@ import torch
 from gradwire import _core
 from gradwire._communicator import Communicator
 from gradwire.torch.exchange.buckets import compressible, gradient_elements, gradient_shape
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.defaults import Model, Settings, sensitive, settings
 from gradwire.torch.exchange.optimizer_watch import is_adaptive
-from gradwire.torch.exchange.rules import CodecChoice
 
-AUTO = "auto"
 _FAST = 9e9  # bit/s, of which Ethernet of 10 Gbit/s has 9.5 for data
 # Of the fastest exchange's time, what a less lossy codec may take.
 _NEARLY = 1.25
@@ -42,17 +41,16 @@ class _Choice(NamedTuple):
 def choose(
     model: Model,
     communicator: Communicator,
-    rules: Sequence[tuple[str, CodecChoice]],
-    warm_up: int | None,
-    min_elements: int,
+    given: Compression,
     optimizer: torch.optim.Optimizer | None,
 ) -> Settings:
     """Chooses for a model whose gradients these ranks average; the same on all ranks.
 
     Takes what `register` was given, and has the reason in the result.
     """
-    codec, why = _choose(model, communicator, min_elements, optimizer)
-    chosen = settings(model, codec, rules, warm_up, min_elements)
+    codec, why = _choose(model, communicator, given.min_elements, optimizer)
+    warm_up = given.warm_up if codec == "lowrank" else 0
+    chosen = settings(model, replace(given, codec=codec, warm_up=warm_up))
     return chosen._replace(why="; ".join(filter(None, [why, chosen.why])))
 
 

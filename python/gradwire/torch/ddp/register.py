@@ -9,17 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradwire._base import arguments
-from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
-from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
-from gradwire.torch.ddp.automatic import AUTO, choose
+from gradwire.torch.ddp.automatic import choose
 from gradwire.torch.ddp.checks import require_features, require_model, require_momentum
 from gradwire.torch.ddp.guard import Guard
 from gradwire.torch.ddp.hook import comm_hook
@@ -33,10 +30,10 @@ from gradwire.torch.ddp.overrides import (
 )
 from gradwire.torch.ddp.state import State
 from gradwire.torch.exchange.buckets import compressible
+from gradwire.torch.exchange.compression import AUTO, CompressionLike, compression_of
 from gradwire.torch.exchange.defaults import Model, settings, tell
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.hook_state import HookState
-from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.exchange.stats import Stats
 
 _log = logging.getLogger("gradwire")
@@ -45,52 +42,34 @@ _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.Wea
 
 def register(
     ddp: DistributedDataParallel,
-    codec: CodecChoice = "none",
-    algorithm: str = "auto",
-    communicator: Communicator | None = None,
+    compression: CompressionLike = "none",
     *,
-    feedback: ErrorFeedback | bool | None = None,
-    rules: Sequence[tuple[str, CodecChoice]] = (),
-    min_elements: int = 1024,
+    algorithm: str = "auto",
     momentum: Momentum | None = None,
     clip_norm: float | None = None,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    warm_up: int | None = None,
-    timeout: float | None = None,
+    ranks: RanksLike = None,
 ) -> State:
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
-    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`, `warm_up`), or
-    "auto": none, fp16, int8 or lowrank, by the cost model's rate of the links and times of
+    `compression` is a codec, or a `Compression`: a codec with its rules, residuals and warm-up.
+    "auto" is none, fp16, int8 or lowrank, by the cost model's rate of the links and times of
     exchanges, by the model and by `optimizer`; the log and the state's `why` say why. lowrank is
-    chosen only for an `optimizer` that is not adaptive. A codec applies to float32 gradients, and
-    to those of complex64 parameters as pairs of float32. On the CPU it also applies to bfloat16 and
-    float16 gradients: these go through float32, feedback included, and the averages are rounded;
-    with none, fp16 and bf16, and without feedback, they travel as they are. Gradients of other
-    types travel as they are, and gradwire's log warns of it.
+    chosen only for an `optimizer` that is not adaptive. On the CPU codecs also apply to bfloat16
+    and float16 gradients: these go through float32, feedback included, and the averages are
+    rounded; with none, fp16 and bf16, and without feedback, they travel as they are. Gradients of
+    other types travel as they are, and gradwire's log warns of it. `algorithm` is as in
+    `Communicator.all_reduce`.
 
-    A biased codec of gradwire's (onebit, threshold, topk, lowrank) that does not change with the
-    step comes with what it needs to train. The first `warm_up` steps go in int8: 500 by default,
-    about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
-    where that is known. The first and the last layer, embeddings, and parameters that are small or
-    no matrices stay in int8, unless `rules` are given. Give `optimizer` too: where it is SGD with
-    momentum, gradwire's log says how to move that into the hook. ``warm_up=0`` leaves everything as
-    it is given.
-
-    `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
-    ``"*.bias"``) travels with the codec of the first such rule. Parameters of fewer than
-    `min_elements` elements travel uncompressed where the codec is biased.
-
-    `feedback` keeps what a codec loses, by parameter, and sends it later. None keeps it if a codec
-    needs it or changes with the step; True always; False never; ErrorFeedback("bfloat16") in half
-    the memory. When the model is wrapped anew, because ranks left or parameters were frozen or
-    thawed, close the old state and give its `feedback`, with which its scale, rates and velocities
-    go on. (Its `state_dict`, loaded into the new state with `resized=True` if ranks left, brings
-    all that and the number of steps.) With `scaler`, a GradScaler, residuals follow the loss scale.
-    With `optimizer` they follow the learning rate, so that a residual moves weights as far as it
-    would have when it was kept (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise
-    Momentum SGD with Error-Feedback", Algorithm 1).
+    With `scaler`, a GradScaler, residuals follow the loss scale. With `optimizer` they follow the
+    learning rate, so that a residual moves weights as far as it would have when it was kept (Zheng
+    et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback",
+    Algorithm 1), and where it is SGD with momentum, gradwire's log says how to move that into the
+    hook. When the model is wrapped anew, because ranks left or parameters were frozen or thawed,
+    close the old state and give its `feedback` to the new Compression; its scale, rates and
+    velocities go on with it. (Its `state_dict`, loaded into the new state with `resized=True` if
+    ranks left, brings all that and the number of steps.)
 
     `momentum` moves momentum from the optimizer into the hook (Lin et al. 2018, "Deep Gradient
     Compression", sec. 3): an optimizer with momentum of its own is refused, here or by its first
@@ -101,11 +80,10 @@ def register(
     `clip_norm`, a backward that adds to an average delivered before is refused; accumulate within
     `no_sync`.
 
-    Without a communicator, one with `timeout` (seconds; the group's if None) is made over the ranks
-    of `ddp.process_group`, which must be able to exchange CPU tensors, as gloo's can. Raises
-    RendezvousError, and InvalidArgument for an unknown codec or algorithm, for a communicator of
-    another size or another order of ranks, and, on all ranks, when their settings differ or one of
-    them cannot go on.
+    `ranks` are those of `ddp.process_group`, over which a communicator is made; give another
+    communicator of the same ranks, or `Ranks(timeout=...)`. Raises RendezvousError, and
+    InvalidArgument for an unknown codec or algorithm, for other ranks or another order of them,
+    and, on all ranks, when their settings differ or one of them cannot go on.
 
     Within `ddp.join()` averages are over all ranks or, with `divide_by_initial_world_size=False`,
     over those that still train. Buffers (of batch normalisation) travel over gradwire too. Forward,
@@ -115,32 +93,20 @@ def register(
     """
     require_model(ddp)
     require_momentum(momentum)
-    require_settings(scaler, optimizer, feedback, rules)
-    require_features(ddp.module, feedback)
-    if timeout is not None:
-        arguments.seconds(timeout)
-    if communicator is not None:
-        arguments.instance(communicator, "communicator", Communicator, "a gradwire.Communicator")
+    require_settings(scaler, optimizer)
+    given, over = compression_of(compression, auto=True), ranks_of(ranks)
+    require_features(ddp.module, given.feedback)
     model = Model(ddp.module, dict(_averaged(ddp)))
-    known: CodecChoice = "none" if codec == AUTO else codec
-    Rules(known, rules, min_elements)  # refuses what is wrong on this rank before the ranks meet
-    chosen = settings(model, known, rules, warm_up, min_elements)
-    owns = communicator is None
-    if communicator is None:
-        communicator = communicator_of(ddp.process_group, timeout)
-    _require_same_ranks(communicator, ddp.process_group)
+    communicator, owns = over.connect(ddp.process_group, alone=True)
     joins = JoinTracker(ddp)
-    if codec == AUTO:
-        chosen = choose(model, communicator, rules, warm_up, min_elements, optimizer)
+    is_auto = given.codec == AUTO
+    chosen = choose(model, communicator, given, optimizer) if is_auto else settings(model, given)
     make = partial(
         State,
         communicator,
-        chosen.codec,
-        algorithm,
+        chosen.compression,
+        algorithm=algorithm,
         parameters=model.parameters.items(),
-        feedback=feedback,
-        rules=chosen.rules,
-        min_elements=min_elements,
         momentum=momentum,
         clip_norm=clip_norm,
         scaler=scaler,
@@ -155,11 +121,10 @@ def register(
         owns_communicator=owns,
         momentum=momentum,
         clip_norm=clip_norm,
-        min_elements=min_elements,
-        warm_up=warm_up,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
-        codec=f"auto, which chose {chosen.codec}" if codec == AUTO else "another than auto",
+        codec=f"auto, which chose {chosen.compression.codec}" if is_auto else "another than auto",
+        **given.alike,
     )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
@@ -268,12 +233,3 @@ def _after_forward(
         guard.require_averaged()  # after DDP's own forward, whose error is more precise
         joins.note_forward()
         guard.after_forward(output)
-
-
-def _require_same_ranks(communicator: Communicator, group: dist.ProcessGroup) -> None:
-    have, want = (communicator.rank, communicator.size), (group.rank(), group.size())
-    if have != want:
-        raise InvalidArgument(
-            f"the communicator says rank {have[0]} of {have[1]}, the model's process group says "
-            f"rank {want[0]} of {want[1]}: they must consist of the same ranks in the same order"
-        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
 from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.ddp.clipping import Clipping
 from gradwire.torch.ddp.guard import Guard
@@ -18,10 +17,10 @@ from gradwire.torch.ddp.momentum import Momentum
 from gradwire.torch.ddp.steps import Steps
 from gradwire.torch.ddp.training_state import TrainingState
 from gradwire.torch.ddp.unused import UnusedParameters
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
-from gradwire.torch.exchange.hook_state import BY_PARAMETER, HookState, feedback_for
+from gradwire.torch.exchange.hook_state import BY_PARAMETER, HookState
 from gradwire.torch.exchange.optimizer_watch import OptimizerWatch, require_no_momentum
-from gradwire.torch.exchange.rules import CodecChoice, Rules
 
 
 class State(HookState):
@@ -37,13 +36,10 @@ class State(HookState):
     def __init__(
         self,
         communicator: Communicator,
-        codec: CodecChoice = "none",
-        algorithm: str = "auto",
+        compression: CompressionLike = "none",
         *,
+        algorithm: str = "auto",
         parameters: Iterable[tuple[str, torch.Tensor]] = (),
-        feedback: ErrorFeedback | bool | None = None,
-        rules: Sequence[tuple[str, CodecChoice]] = (),
-        min_elements: int = 1024,
         momentum: Momentum | None = None,
         clip_norm: float | None = None,
         scaler: Scaler | None = None,
@@ -61,16 +57,17 @@ class State(HookState):
         InvalidArgument.
         """
         self._names = {parameter: name for name, parameter in parameters}
-        self._rules = Rules(codec, rules, min_elements)
+        given = compression_of(compression)
+        self._rules = given.table
         require_algorithm(algorithm, self._rules.lossy, communicator)
-        self.communicator, self.codec, self.algorithm = communicator, codec, algorithm
-        kept = feedback_for(feedback, self._rules, bool(self._names))
+        self.communicator, self.codec, self.algorithm = communicator, given.codec, algorithm
+        kept = given.residuals(self._rules)
         if kept is not None:
             persistent_state_of(kept).require_free(self._names)
         if self._names:
-            require_matches(rules, self._names.values())
-        if not self._names and (momentum is not None or rules):
-            raise InvalidArgument(f"momentum= and rules= are by parameter: {BY_PARAMETER}")
+            require_matches(given.rules, self._names.values())
+        elif kept is not None or momentum is not None or given.rules:
+            raise InvalidArgument(f"feedback, momentum and rules are by parameter: {BY_PARAMETER}")
         has_momentum = momentum is not None and momentum.factor > 0
         if has_momentum and optimizer is not None:
             require_no_momentum(optimizer, self._names)

@@ -26,9 +26,9 @@ from gradwire.torch.elastic.rates import Rates
 from gradwire.torch.elastic.sampling import CONSTANT, SamplePart, Sampler, require_way
 from gradwire.torch.elastic.session_state import SessionState
 from gradwire.torch.elastic.transfer import share
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.defaults import Model, settings
-from gradwire.torch.exchange.hook_state import feedback_for
-from gradwire.torch.exchange.rules import CodecChoice, Rules
+from gradwire.torch.exchange.rules import CodecChoice
 
 FAILURES = (TransportError, Timeout, Aborted)  # after which the others go on
 _MOST_REPEATS = 4  # of a step that breaks off though no rank is lost
@@ -466,9 +466,11 @@ def session(
     if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
         raise InvalidArgument(f"wait={wait!r} is no number of seconds from 0")
     named = dict(model.named_parameters())
-    chosen = settings(Model(model, named), codec, rules, warm_up, min_elements)
-    how = Rules(chosen.codec, chosen.rules, min_elements)
-    kept = feedback_for(feedback, how, named=True)
+    given = Compression(
+        codec, rules=rules, min_elements=min_elements, feedback=feedback, warm_up=warm_up
+    )
+    how = settings(Model(model, named), given).compression.table
+    kept = given.residuals(how)
     rates = Rates(optimizer, carry) if way != CONSTANT else None
     replica = SessionState(model, optimizer, carry)
     scaler = next((each for each in carry if isinstance(each, torch.amp.GradScaler)), None)

@@ -10,38 +10,37 @@ from __future__ import annotations
 import glob
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from gradwire._base import arguments
 from gradwire._calls.reductions import native
-from gradwire._errors import InvalidArgument
-from gradwire.codec import Codec, NativeCodec
+from gradwire.codec import NativeCodec
+from gradwire.torch.exchange.compression import START, Compression
 from gradwire.torch.exchange.optimizer_watch import warn_of_own_momentum
-from gradwire.torch.exchange.rules import CodecChoice, Stages
+from gradwire.torch.exchange.rules import Stages
 
 _log = logging.getLogger("gradwire")
-START = "int8"
 # With 562 and 374 steps of int8 onebit came within 0.3 points of dense training's accuracy in
 # docs/compression.md. torch's PowerSGD hook waits for 1,000.
 WARM_UP = 500
 
 
 class Settings(NamedTuple):
-    """Codec and rules of a hook, and why these; no reason where the program says it all."""
+    """The compression of a hook, and why this; no reason where the program says it all."""
 
-    codec: CodecChoice
-    rules: Sequence[tuple[str, CodecChoice]]
+    compression: Compression
     why: str = ""
     unused: bool = False  # the codec: every element stays in START
 
     @property
     def last(self) -> object:
         """The codec after the warm-up."""
-        return self.codec.codecs[-1] if isinstance(self.codec, Stages) else self.codec
+        codec = self.compression.codec
+        return codec.codecs[-1] if isinstance(codec, Stages) else codec
 
 
 def tell(chosen: Settings, optimizer: torch.optim.Optimizer | None) -> None:
@@ -55,7 +54,7 @@ def tell(chosen: Settings, optimizer: torch.optim.Optimizer | None) -> None:
         )
     if chosen.why:
         _log.info("%s", chosen.why)
-    if chosen.why and isinstance(chosen.codec, Stages) and optimizer is not None:
+    if chosen.why and isinstance(chosen.compression.codec, Stages) and optimizer is not None:
         warn_of_own_momentum(optimizer, chosen.last)
 
 
@@ -73,48 +72,24 @@ class Model(NamedTuple):
             return self.module
 
 
-def settings(
-    model: Model,
-    codec: CodecChoice,
-    rules: Sequence[tuple[str, CodecChoice]],
-    warm_up: int | None,
-    min_elements: int,
-) -> Settings:
-    """Adds what a biased codec of gradwire's needs to what the program gave.
-
-    Raises InvalidArgument for a `warm_up` that is no number of steps, or that stands beside a
-    function of the step or a codec written in Python.
-    """
-    if warm_up and isinstance(codec, Codec):
-        raise InvalidArgument(
-            f"warm_up={warm_up} is for gradwire's own codecs, and {codec} is written in Python: "
-            f"give codec=Stages((0, {START!r}), ({warm_up}, your codec)), and leave warm_up= out"
-        )
-    steps = WARM_UP if warm_up is None else arguments.whole(warm_up, "warm_up", least=0)
-    if warm_up and callable(codec):
-        raise InvalidArgument(
-            f"warm_up={warm_up} is for a codec that does not change, and codec={codec!r} does: "
-            "leave warm_up= out"
-        )
+def settings(model: Model, given: Compression) -> Settings:
+    """Adds what a biased codec of gradwire's needs to what the program gave."""
+    codec, steps = given.codec, WARM_UP if given.warm_up is None else given.warm_up
     if not steps or not isinstance(codec, str | NativeCodec) or not native(codec).biased:
-        return Settings(codec, rules)
-    staged = Stages((0, START), (steps, codec))
+        return Settings(given)
+    staged = replace(given, codec=Stages((0, START), (steps, codec)), warm_up=0)
     why = f"{codec} after {steps} steps in {START} (warm_up={steps})"
-    if rules:
-        return Settings(staged, rules, why)
-    outside = set(sensitive(model, min_elements))
+    if given.rules:
+        return Settings(staged, why)
+    outside = set(sensitive(model, given.min_elements))
     counts = {n: p.numel() for n, p in model.parameters.items() if p.requires_grad}
     inside = sum(count for name, count in counts.items() if name not in outside)
     why += (
         f", for {inside / max(sum(counts.values()), 1):.0%} of the elements: the first layer, the "
         f"last, embeddings, and what is small or no matrix stay in {START}"
     )
-    return Settings(
-        staged,
-        [(glob.escape(n), START) for n in model.parameters if n in outside],
-        why,
-        unused=not inside,
-    )
+    rules = [(glob.escape(n), START) for n in model.parameters if n in outside]
+    return Settings(replace(staged, rules=rules), why, unused=not inside)
 
 
 def sensitive(model: Model, min_elements: int) -> Iterator[str]:

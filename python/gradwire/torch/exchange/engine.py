@@ -75,7 +75,6 @@ class Exchange:
             call,
             call.keys,
             op=op,
-            algorithm=self._algorithm,
             async_op=True,
         )
         return RoundedWork(work, call) if call.rounded else work
@@ -90,7 +89,8 @@ class Exchange:
     ) -> Any:
         """Calls a collective with a call's codec, and with residuals where it has keys."""
         feedback = False if keys is None else self.residuals.feedback
-        return collective(arrays, codec=call.codec, keys=keys, feedback=feedback, **options)
+        options = {"algorithm": self._algorithm, "codec": call.codec, **options}
+        return collective(arrays, keys=keys, feedback=feedback, **options)
 
     def add(self, work: Waitable) -> None:
         """Adds what else the step waits for."""

@@ -13,7 +13,7 @@ import torch
 
 from gradwire._calls.reductions import CodecLike
 from gradwire._communicator import Communicator
-from gradwire._errors import Aborted, Error, InvalidArgument
+from gradwire._errors import Aborted, Error
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
 from gradwire.torch.exchange import saved as saving
@@ -252,17 +252,6 @@ def warn_of_copy() -> None:
         "a copied or saved model is without gradwire's hook: call gradwire.torch.register() for a "
         "copy that is to be trained; the hook's own state is state.state_dict()"
     )
-
-
-def feedback_for(
-    given: ErrorFeedback | bool | None, rules: Rules, named: bool
-) -> ErrorFeedback | None:
-    """The residuals that the rules need, or that were asked for; None for none."""
-    if given is False or (given is None and not rules.needs_feedback):
-        return None
-    if not named:
-        raise InvalidArgument(f"error feedback is kept by parameter: {BY_PARAMETER}")
-    return given if isinstance(given, ErrorFeedback) else ErrorFeedback()
 
 
 BY_PARAMETER = "use gradwire.torch.register(), or give parameters=ddp.module.named_parameters()"

@@ -33,6 +33,26 @@ class Stages:
             is_biased(codec)  # raises for an unknown one
         self._stages = stages
 
+    @classmethod
+    def sparse(
+        cls, density: float = 0.001, *, every: int, start: int = 0, codec: str = "topk"
+    ) -> Stages:
+        """Makes gradients sparse in stages: a quarter of them first, then a quarter of that ...
+
+        A stage lasts `every` steps. Until step `start` gradients travel uncompressed, and in the
+        last stage with `density`, a share from above 0 to 1. `codec` is the name of one with a
+        parameter ``density``. Raises InvalidArgument. (Lin et al. 2018, "Deep Gradient
+        Compression", sec. 3.3)
+        """
+        every = arguments.whole(every, "every", least=1)
+        start = arguments.whole(start, "start", least=0)
+        if not 0 < arguments.number(density, "density") <= 1:
+            raise InvalidArgument(f"density={density} is not from above 0 to 1")
+        above = max(0, math.ceil(math.log(density, 0.25)) - 1)
+        densities = [*(0.25**k for k in range(1, above + 1)), density]
+        ramp = [(start + k * every, f"{codec}:density={each}") for k, each in enumerate(densities)]
+        return cls(*([(0, "none")] if start else []), *ramp)
+
     @property
     def codecs(self) -> list[CodecLike]:
         """The codecs of all stages."""
@@ -52,23 +72,6 @@ def _pairs(stages: Any) -> Any:
         if not isinstance(each, tuple | list) or len(each) != 2:
             raise wrong(each, "a stage", "a pair of a first step and a codec: (0, 'int8')")
     return stages
-
-
-def warm_up(density: float = 0.001, *, every: int, start: int = 0, codec: str = "topk") -> Stages:
-    """Makes gradients sparse in stages: first a quarter of them, then a quarter of that, and so on.
-
-    A stage lasts `every` steps. Until step `start` gradients travel uncompressed, and in the last
-    stage with `density`, a share from above 0 to 1. `codec` is the name of one with a parameter
-    ``density``. Raises InvalidArgument. (Lin et al. 2018, "Deep Gradient Compression", sec. 3.3)
-    """
-    every = arguments.whole(every, "every", least=1)
-    start = arguments.whole(start, "start", least=0)
-    if not 0 < arguments.number(density, "density") <= 1:
-        raise InvalidArgument(f"density={density} is not from above 0 to 1")
-    above = max(0, math.ceil(math.log(density, 0.25)) - 1)
-    densities = [*(0.25**k for k in range(1, above + 1)), density]
-    ramp = [(start + k * every, f"{codec}:density={each}") for k, each in enumerate(densities)]
-    return Stages(*([(0, "none")] if start else []), *ramp)
 
 
 class Rules:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,13 @@ from torch import nn
 
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
-from gradwire.torch._ranks.group import communicator_over
+from gradwire.torch._ranks.ranks import Ranks, RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.defaults import Model, settings, tell
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.payloads import Payloads
-from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.fsdp.gather import PayloadAllGather, torchs_own
 from gradwire.torch.fsdp.hooks import PartReduceScatter, ReplicaAllReduce
 from gradwire.torch.fsdp.shards import ShardedModule, require_supported, sharded_modules
@@ -27,16 +25,13 @@ from gradwire.torch.fsdp.state import FSDPState
 
 def register_fsdp(
     model: nn.Module,
-    codec: CodecChoice = "none",
+    compression: CompressionLike = "none",
     *,
     gather_codec: str | NativeCodec | None = None,
-    feedback: ErrorFeedback | bool | None = None,
-    rules: Sequence[tuple[str, CodecChoice]] = (),
-    min_elements: int = 1024,
+    algorithm: str = "auto",
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    warm_up: int | None = None,
-    timeout: float | None = None,
+    ranks: RanksLike = None,
 ) -> FSDPState:
     """Makes a model that `fully_shard` shards average gradients with gradwire; every rank calls it.
 
@@ -50,18 +45,17 @@ def register_fsdp(
     same decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
     2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
 
-    `codec`, `feedback`, `rules`, `scaler`, `optimizer` and `warm_up` are as in `register`, and so
-    is what happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in
-    rules are those of ``model.named_parameters()``. Parameters of fewer than `min_elements`
-    elements (with replicas: shards of fewer) travel uncompressed where the codec is biased, and
-    with `gather_codec`. A step is a backward whose gradients are synchronised: with
-    `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
-    `set_requires_all_reduce(False)` between replicas.
+    `compression`, `algorithm`, `scaler` and `optimizer` are as in `register`, and so is what
+    happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in rules are
+    those of ``model.named_parameters()``. Parameters of fewer than the Compression's `min_elements`
+    (with replicas: shards of fewer) are not gathered in `gather_codec` either. A step is a backward
+    whose gradients are synchronised: with `set_requires_gradient_sync(False)` nothing is sent or
+    kept, nor with `set_requires_all_reduce(False)` between replicas. There are no `momentum` and
+    `clip_norm` of the hook's: FSDP has a whole gradient on no rank.
 
-    Groups of the backend gradwire are used as they are. Over those of other backends, which must be
-    able to exchange CPU tensors, communicators are made, with `timeout` in seconds, the group's if
-    None. Raises RendezvousError, and InvalidArgument for a model that cannot be supported, which
-    the message explains; on all ranks for settings that differ between ranks.
+    `ranks` are those of the model's mesh; a communicator or a group that is given joins those
+    between which gradients travel. Raises RendezvousError, and InvalidArgument for a model that
+    cannot be supported, which the message explains; on all ranks for settings that differ.
 
     Backward raises gradwire's errors, which name the rank that failed. It raises Error when some
     parameters of a module have no gradient, unless FSDP gives them zeros
@@ -71,32 +65,28 @@ def register_fsdp(
     tested with 2.9.1 and 2.13.
     """
     modules = _modules(model)
-    require_settings(scaler, optimizer, feedback, rules)
-    Rules(codec, rules, min_elements)  # refuses an unknown codec before the ranks meet
-    chosen = settings(
-        Model(model, dict(model.named_parameters())), codec, rules, warm_up, min_elements
-    )
+    require_settings(scaler, optimizer)
+    given, reach = compression_of(compression), ranks_of(ranks)
+    chosen = settings(Model(model, dict(model.named_parameters())), given)
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
     if payloads is not None:
         payloads.require_device(first.group.device)
     replicas = first.replicate_group
-    over, owns = communicator_over(first.shard_group if replicas is None else replicas, timeout)
+    over, owns = reach.connect(first.shard_group if replicas is None else replicas)
     gathers_over: Communicator | None = over if replicas is None else None
     owned = [over] if owns else []
     if payloads is not None and gathers_over is None:
-        gathers_over, owns_too = communicator_over(first.shard_group, timeout)
+        gathers_over, owns_too = Ranks(timeout=reach.timeout).connect(first.shard_group)
         owned += [gathers_over] if owns_too else []
     make = partial(
         FSDPState,
         over,
-        chosen.codec,
+        chosen.compression,
         [shard for each in modules for shard in each.shards],
         first.group.device,
         shard_group=None if replicas is None else first.shard_group,
-        feedback=feedback,
-        rules=chosen.rules,
-        min_elements=min_elements,
+        algorithm=algorithm,
         scaler=scaler,
         optimizer=optimizer,
         owned=owned,
@@ -107,10 +97,9 @@ def register_fsdp(
         owns_communicator=owns,
         group=None if replicas is None else first.shard_group,
         gather_codec=gather_codec,
-        min_elements=min_elements,
-        warm_up=warm_up,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
+        **given.alike,
     )
     state.why = chosen.why
     if over.rank == 0:
@@ -119,7 +108,7 @@ def register_fsdp(
         _install(each, state)
         if payloads is not None:
             assert gathers_over is not None
-            comm = PayloadAllGather(each, gathers_over, payloads, min_elements, state._steps)
+            comm = PayloadAllGather(each, gathers_over, payloads, given.min_elements, state._steps)
             each.module.set_custom_all_gather(comm)
         elif isinstance(each.group._all_gather_comm, PayloadAllGather):  # of an earlier state
             each.module.set_custom_all_gather(torchs_own())

@@ -22,14 +22,14 @@ from gradwire._base.rules import require_matches
 from gradwire._calls.reductions import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument
-from gradwire._feedback import ErrorFeedback
+from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
-from gradwire.torch.exchange.hook_state import HookState, HookSteps, feedback_for
+from gradwire.torch.exchange.hook_state import HookState, HookSteps
 from gradwire.torch.exchange.optimizer_watch import OptimizerWatch
 from gradwire.torch.exchange.residual_state import Call, ResidualState
-from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.exchange.stats import Spent
 from gradwire.torch.fsdp.residuals import PartResiduals, ShardResiduals
 from gradwire.torch.fsdp.shards import Shard
@@ -52,14 +52,12 @@ class FSDPState(HookState):
     def __init__(
         self,
         communicator: Communicator,
-        codec: CodecChoice,
+        compression: Compression,
         shards: Sequence[Shard],
         device: torch.device,
         *,
         shard_group: dist.ProcessGroup | None,
-        feedback: ErrorFeedback | bool | None,
-        rules: Sequence[tuple[str, CodecChoice]],
-        min_elements: int,
+        algorithm: str,
         scaler: Scaler | None,
         optimizer: torch.optim.Optimizer | None,
         owned: Sequence[Communicator],
@@ -70,11 +68,13 @@ class FSDPState(HookState):
 
         `owned` are the communicators that `close` closes too. Raises InvalidArgument.
         """
-        self.communicator, self.codec = communicator, codec
-        self._rules = Rules(codec, rules, min_elements)
+        self.communicator, self.codec = communicator, compression.codec
+        self._rules = compression.table
         self._shards, self._shard_group = shards, shard_group
-        require_matches(rules, [each.name for each in shards])
-        kept = feedback_for(feedback, self._rules, named=True)
+        collective = "reduce_scatter" if shard_group is None else "all_reduce"
+        require_algorithm(algorithm, self._rules.lossy, communicator, collective)
+        require_matches(compression.rules, [each.name for each in shards])
+        kept = compression.residuals(self._rules)
         options: tuple[Any, ...] = (self._rules, kept, scaler, optimizer)
         if shard_group is None:
             self._require_uncompounded()
@@ -90,7 +90,9 @@ class FSDPState(HookState):
             persistent_state_of(kept).require_free(self._names)
         passes = 1 if shard_group is None else 2
         votes = _votes(communicator, shard_group)
-        self._steps = ShardSteps(communicator, training, votes, owned, device, passes=passes)
+        self._steps = ShardSteps(
+            communicator, training, votes, owned, device, algorithm=algorithm, passes=passes
+        )
         self._begin(owns_communicator=True)
         watch = OptimizerWatch(self)
         if optimizer is not None:
@@ -186,6 +188,7 @@ class ShardSteps(HookSteps):
         owned: Sequence[Communicator],
         device: torch.device,
         *,
+        algorithm: str,
         passes: int,
     ) -> None:
         """`votes` make all ranks end a step alike; `owned` are the communicators to close.
@@ -195,7 +198,7 @@ class ShardSteps(HookSteps):
         `passes` is how often a gradient's bytes travel in a ring: twice in an all_reduce, and once
         in a reduce_scatter.
         """
-        super().__init__(Exchange(communicator, state), passes)
+        super().__init__(Exchange(communicator, state, algorithm), passes)
         self._votes, self._owned, self.device = votes, owned, device
         self._stream: torch.cuda.Stream | None = None  # of reductions on a GPU
         self._task: int | None = None  # of autograd, in which the last step began

@@ -14,9 +14,9 @@ from gradwire._base.rules import require_matches
 from gradwire._errors import Error
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._ranks.settings import require_algorithm
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Averages, are_finite, averaging_exchange
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
-from gradwire.torch.exchange.hook_state import feedback_for
 from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.optimizers.replicated import ReplicatedOptimizer
 
@@ -41,7 +41,7 @@ class ExchangingOptimizer(ReplicatedOptimizer):
         **others: Any,
     ) -> None:
         """`rules` say in which codec each parameter's tensor travels; `patterns` are theirs."""
-        self.feedback = feedback_for(feedback, rules, named=True)
+        self.feedback = Compression(feedback=feedback).residuals(rules)
         self._rules, self._patterns, self._algorithm = rules, patterns, algorithm
         keeps = {"feedback": self.feedback is not None}
         super().__init__(params, defaults, {**settings, **keeps}, **others)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire._base.arguments import wrong
+from gradwire._base.rules import require_pairs
 from gradwire._communicator import Communicator
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._ranks.settings import require_feedback
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.optimizers import clipping
@@ -67,7 +67,7 @@ class DistributedLion(ExchangingOptimizer):
         """
         if vote not in ("majority", "mean"):
             raise wrong(vote, "vote", "'majority' or 'mean'")
-        require_feedback(feedback, rules)
+        require_pairs(rules)
         self._by_majority = vote == "majority"
         super().__init__(
             params,

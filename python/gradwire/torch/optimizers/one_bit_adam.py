@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire._base.arguments import number, whole
+from gradwire._base.rules import require_pairs
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch._ranks.settings import require_feedback
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.rules import CodecChoice
 from gradwire.torch.optimizers import clipping
@@ -115,7 +115,7 @@ class OneBitAdam(ExchangingOptimizer):
         self._warm_up = whole(warm_up, "warm_up", least=1)
         self._every = whole(every, "every", least=1)
         self._clip_norm = None if clip_norm is None else clipping.require_norm(clip_norm)
-        require_feedback(feedback, rules)
+        require_pairs(rules)
         self._choices = WarmUpRules(codec, rules, min_elements, warm_up_codec)
         super().__init__(
             params,

@@ -19,12 +19,12 @@ from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch._ranks.broadcasts import broadcast_parameters
 from gradwire.torch._ranks.group import chosen_communicator
-from gradwire.torch._ranks.settings import require_algorithm, require_alike, require_feedback
+from gradwire.torch._ranks.settings import require_algorithm, require_alike
 from gradwire.torch.exchange import saved as saving
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import averaging_exchange
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
-from gradwire.torch.exchange.hook_state import feedback_for
-from gradwire.torch.exchange.rules import CodecChoice, Rules
+from gradwire.torch.exchange.rules import CodecChoice
 from gradwire.torch.outer import checks
 from gradwire.torch.outer.buffers import SharedBuffers
 from gradwire.torch.outer.outer import (
@@ -119,16 +119,16 @@ class DiLoCo:
         communicator's timeout is. Raises RendezvousError, and InvalidArgument, on all ranks for
         settings or models that differ between ranks.
         """
-        require_feedback(feedback, rules)
+        given = Compression(codec, rules=rules, min_elements=min_elements, feedback=feedback)
         optimizers = checks.optimizers_of(inner_optimizer)
         trained = checks.trained_parameters(model, optimizers)
         require_supported(trained)
         every, fragments, delay = checks.rounds_of(every, fragments, delay, mix, len(trained))
         checks.require_outer_optimizer(lr, momentum)
-        self._rules = Rules(codec, rules, min_elements)
+        self._rules = given.table
         require_matches(rules, trained)
         self._names = {each: name for name, each in trained.items()}
-        self.feedback = feedback_for(feedback, self._rules, named=True)
+        self.feedback = given.residuals(self._rules)
         persistent_state_of(self.feedback).require_free(self._names)
         settings = {
             "every": every,

@@ -1,0 +1,116 @@
+"""Compression: in which codecs the tensors of a training travel between its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
+
+from gradwire._base.arguments import instance, whole
+from gradwire._base.rules import require_pairs
+from gradwire._calls.reductions import CodecLike, native
+from gradwire._errors import InvalidArgument
+from gradwire._feedback import ErrorFeedback
+from gradwire.codec import Codec
+from gradwire.torch.exchange.rules import CodecChoice, Rules, is_biased
+
+AUTO = "auto"
+START = "int8"  # in a warm-up
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A codec, the parameters that travel in it, and what it needs to train.
+
+    Every trainer takes one, or a codec alone, which stands for ``Compression(codec)``::
+
+        register(ddp, "int8")
+        register(ddp, Compression("onebit", rules=[("*.bias", "none")], warm_up=2000))
+
+    `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`); `register`
+    takes "auto" too. It applies to float32, and to complex64 as pairs of float32.
+
+    `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
+    ``"*.bias"``) travels with the codec of the first such rule. Parameters of fewer than
+    `min_elements` elements travel uncompressed where the codec is biased.
+
+    `feedback` keeps what a codec loses, by parameter, and sends it later. None keeps it if a codec
+    needs it or changes with the step; True always; False never; ErrorFeedback("bfloat16") in half
+    the memory.
+
+    `warm_up` is the number of first steps in which int8 takes the place of a biased codec of
+    gradwire's (onebit, threshold, topk, lowrank) that does not change with the step. None is 500,
+    about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
+    where that is known. The first and the last layer, embeddings, and parameters that are small or
+    no matrices then stay in int8, unless `rules` are given. ``warm_up=0`` leaves everything as it
+    is given. `DiLoCo` and the optimizers that exchange by themselves have no such warm-up.
+
+    Raises InvalidArgument for what cannot be.
+    """
+
+    codec: CodecChoice = "none"
+    _: KW_ONLY
+    rules: Sequence[tuple[str, CodecChoice]] = ()
+    min_elements: int = 1024
+    feedback: ErrorFeedback | bool | None = None
+    warm_up: int | None = None
+
+    def __post_init__(self) -> None:
+        require_pairs(self.rules)
+        if self.feedback is not None and not isinstance(self.feedback, bool):
+            wanted = "None, True, False or an ErrorFeedback"
+            instance(self.feedback, "feedback", ErrorFeedback, wanted)
+        codec = "none" if self.codec == AUTO else self.codec
+        Rules(codec, self.rules, self.min_elements)  # refuses what is no codec
+        if self.warm_up is not None and whole(self.warm_up, "warm_up", least=0):
+            self._require_to_warm_up()
+
+    @property
+    def table(self) -> Rules:
+        """The codec of each parameter, at each step."""
+        return Rules(self.codec, self.rules, self.min_elements)
+
+    @property
+    def alike(self) -> dict[str, object]:
+        """The settings that all ranks must give alike; of codecs their calls tell."""
+        return {"min_elements": self.min_elements, "warm_up": self.warm_up}
+
+    def residuals(self, table: Rules) -> ErrorFeedback | None:
+        """The residuals that a table's codecs need, or that were asked for; None for none."""
+        if self.feedback is False or (self.feedback is None and not table.needs_feedback):
+            return None
+        return self.feedback if isinstance(self.feedback, ErrorFeedback) else ErrorFeedback()
+
+    def _require_to_warm_up(self) -> None:
+        """Raises InvalidArgument for a codec that a warm-up is not for."""
+        what = f"warm_up={self.warm_up}"
+        if isinstance(self.codec, Codec):
+            raise InvalidArgument(
+                f"{what} is for gradwire's own codecs, and {self.codec} is written in Python: give "
+                f"codec=Stages((0, {START!r}), ({self.warm_up}, your codec)), and leave warm_up= "
+                "out"
+            )
+        if not isinstance(self.codec, CodecLike):
+            raise InvalidArgument(
+                f"{what} is for a codec that does not change, and codec={self.codec!r} does: leave "
+                "warm_up= out"
+            )
+        if self.codec != AUTO and not is_biased(self.codec):
+            raise InvalidArgument(
+                f"{what} is for a biased codec, such as 'onebit', and codec={str(self.codec)!r} is "
+                "none: leave warm_up= out"
+            )
+
+
+CompressionLike: TypeAlias = CodecChoice | Compression
+
+
+def compression_of(given: CompressionLike, *, auto: bool = False) -> Compression:
+    """Makes a Compression of what a trainer was given; raises InvalidArgument for no codec.
+
+    With `auto` the trainer can choose one.
+    """
+    made = given if isinstance(given, Compression) else Compression(given)
+    if made.codec == AUTO and not auto:
+        native(AUTO)  # raises
+    return made
