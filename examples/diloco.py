@@ -19,7 +19,7 @@ with gradwire.init() as comm:
     target = torch.randn(400, 10)
     net = torch.nn.Sequential(torch.nn.Linear(400, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9)
-    outer = gradwire.torch.DiLoCo(net, optimizer, every=EVERY, codec="int8", communicator=comm)
+    outer = gradwire.torch.DiLoCo(net, optimizer, every=EVERY, compression="int8", ranks=comm)
     torch.manual_seed(1 + comm.rank)
     started = time.perf_counter()
     for _ in range(STEPS + 10 * comm.rank):

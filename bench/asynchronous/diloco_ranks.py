@@ -67,7 +67,7 @@ def _exchanges(comm: gradwire.Communicator) -> dict[str, float]:
     found = {"ring": _least(comm, lambda: comm.all_reduce(gradients, algorithm="ring"))}
     for codec in sorted({way.codec for way in WAYS}):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        outer = DiLoCo(model, optimizer, every=1, codec=codec, communicator=comm)
+        outer = DiLoCo(model, optimizer, every=1, compression=codec, ranks=comm)
         found[codec] = _least(comm, outer.step)
     return found
 
@@ -151,12 +151,12 @@ class _Training:
             self._model,
             self._optimizer,
             way.every,
+            compression=way.codec,
             lr=way.lr,
             momentum=way.momentum,
-            codec=way.codec,
             pace=way.paced,
             clock=self._clock,
-            communicator=self._comm,
+            ranks=self._comm,
         )
         curve, done, busy = [], 0, 0.0
         marks = _marks(self._gradients)

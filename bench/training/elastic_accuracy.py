@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire.torch import elastic
+from gradwire.torch import Ranks, elastic
 from torch.nn.functional import cross_entropy
 
 from bench.training import images
@@ -103,7 +103,7 @@ def _train(epochs: int, seed: int) -> None:
     sampler = elastic.Sampler(len(data.train_labels), 32, epochs=epochs, seed=seed)
     steps = epochs * len(data.train_labels) // (32 * RANKS)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with elastic.session(model, optimizer, sampler, carry=[schedule], timeout=60) as s:
+    with elastic.session(model, optimizer, sampler, carry=[schedule], ranks=Ranks(timeout=60)) as s:
         for batch in s:
             outputs = model(data.train_images[batch])
             s.backward(cross_entropy(outputs, data.train_labels[batch]))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradwire import Communicator
-from gradwire.torch import elastic, register
+from gradwire.torch import Ranks, elastic, register
 from gradwire.torch.elastic.averaging import Averager, Averaging
 from gradwire.torch.elastic.model_buffers import ModelBuffers
 from gradwire.torch.exchange.rules import Rules
@@ -54,7 +54,12 @@ def train(millions: int) -> None:
     sampler = elastic.Sampler(1 << 30, 4, shuffle=False)
     codec = os.environ.get("BENCH_CODEC", "none")
     with elastic.session(
-        model, optimizer, sampler, global_batch="proportional", timeout=60, codec=codec
+        model,
+        optimizer,
+        sampler,
+        compression=codec,
+        global_batch="proportional",
+        ranks=Ranks(timeout=60),
     ) as s:
         for batch in s:
             s.backward(loss_of(model, len(batch)))

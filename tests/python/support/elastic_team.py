@@ -30,7 +30,7 @@ import torch
 from gpu_twin import Twin
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire.torch import elastic
+from gradwire.torch import Compression, Ranks, elastic
 from ranks import LIMIT
 from torch import nn
 
@@ -91,15 +91,15 @@ def train(plan: Plan, number: int, report: Callable[[Any], None]) -> elastic.Ses
         model,
         optimizer,
         sampler,
+        compression=Compression(
+            plan.codec, min_elements=1, warm_up=0 if plan.codec in ("onebit", "lowrank") else None
+        ),
         carry=[scheduler],
-        codec=plan.codec,
         global_batch=plan.global_batch,
-        min_elements=1,
-        warm_up=0 if plan.codec in ("onebit", "lowrank") else None,
         bucket_bytes=512,
         min_ranks=plan.min_ranks,
         wait=plan.wait,
-        timeout=plan.timeout,
+        ranks=Ranks(timeout=plan.timeout),
     ) as s:
         for batch in s:
             x = (batch[:, None] * torch.arange(1, 9)) % 17 / 8 - 1

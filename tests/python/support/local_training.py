@@ -11,6 +11,7 @@ from gradwire import Communicator
 from gradwire.torch import DiLoCo
 from torch import nn
 from torch.nn.functional import mse_loss
+from trainer_options import grouped
 
 seeding = threading.Lock()  # torch's generator is the process's
 
@@ -55,8 +56,8 @@ class Trainee:
         self.rank = comm.rank
         self.model = small() if model is None else model
         self.optimizer = optimizer(self.model)
-        options = {"min_elements": 0, "pace": False, "communicator": comm, **settings}
-        self.outer = DiLoCo(self.model, self.optimizer, **options)
+        options = {"min_elements": 0, "pace": False, "ranks": comm, **settings}
+        self.outer = DiLoCo(self.model, self.optimizer, **grouped(**options))
         self.step_number = 0
 
     def inner_step(self) -> None:

@@ -82,7 +82,7 @@ def trained(victim: int | None, verify: bool) -> tuple[Values, int]:
                 os.kill(os.getpid(), signal.SIGKILL)
             given.append(model.seen)
 
-    model, session, optimizer = made(Model(comm.rank), communicator=comm, wait=0, verify=verify)
+    model, session, optimizer = made(Model(comm.rank), ranks=comm, wait=0, verify=verify)
     train(model, session, optimizer, die)
     session.communicator.close()
     return values_of(model), int(session.steps)
@@ -150,6 +150,6 @@ def come(model: Model) -> None:
 )
 def test_other_changes_of_buffers_are_refused(change: Callable[[Model], None], text: str) -> None:
     alone = gradwire.init(rank=0, size=1, store="unix://none")
-    model, session, optimizer = made(Model(), communicator=alone, min_ranks=1)
+    model, session, optimizer = made(Model(), ranks=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match=text):
         train(model, session, optimizer, lambda _: change(model))

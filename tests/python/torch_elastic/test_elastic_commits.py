@@ -12,6 +12,7 @@ import torch_ranks
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
 from torch import nn
+from trainer_options import grouped
 
 LOSSY: dict[str, Any] = {"codec": "onebit", "warm_up": 0, "min_elements": 1}
 BROKEN = 2  # the step that is
@@ -23,8 +24,8 @@ def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, elastic.Sess
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     comm = communicator_of(dist.group.WORLD, 30)
     sampler = elastic.Sampler(48, 4)
-    wish = {"communicator": comm, "wait": 0.0, "min_ranks": 2, **options}
-    return model, optimizer, elastic.session(model, optimizer, sampler, **wish)
+    wish = {"ranks": comm, "wait": 0.0, "min_ranks": 2, **options}
+    return model, optimizer, elastic.session(model, optimizer, sampler, **grouped(**wish))
 
 
 def train(

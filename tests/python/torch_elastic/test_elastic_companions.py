@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import elastic
+from gradwire.torch import Compression, elastic
 from gradwire.torch._ranks.group import communicator_of
 from torch import nn
 from torch.optim import lr_scheduler
@@ -53,11 +53,9 @@ def trained(
         model,
         optimizer,
         sampler,
+        compression=Compression("onebit", min_elements=1, warm_up=0),
         carry=[scheduler, scaler],
-        codec="onebit",
-        warm_up=0,
-        min_elements=1,
-        communicator=comm,
+        ranks=comm,
     ) as s:
         for batch in s:
             loss = (model(DATA[batch]) - DATA[batch, :4]).square().mean()

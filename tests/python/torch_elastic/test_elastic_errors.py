@@ -14,6 +14,7 @@ import torch_ranks
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
 from torch import nn
+from trainer_options import grouped
 
 
 def made(comm: gradwire.Communicator, **options: Any) -> tuple[nn.Module, elastic.Session]:
@@ -22,7 +23,7 @@ def made(comm: gradwire.Communicator, **options: Any) -> tuple[nn.Module, elasti
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     sampler = elastic.Sampler(64, 4)
     wish = {"min_elements": 1, "wait": 0.0, **options}
-    return model, elastic.session(model, optimizer, sampler, communicator=comm, **wish)
+    return model, elastic.session(model, optimizer, sampler, ranks=comm, **grouped(**wish))
 
 
 def trained(model: nn.Module, session: elastic.Session) -> elastic.Session:

@@ -31,7 +31,7 @@ def trained(alike: bool) -> tuple[str, bytes, int]:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sampler = elastic.Sampler(64, 4)
-    with elastic.session(model, optimizer, sampler, communicator=comm, wait=0) as s:
+    with elastic.session(model, optimizer, sampler, wait=0, ranks=comm) as s:
         for batch in s:
             loss = model(batch[:, None].expand(-1, 8) / 64).square().mean()
             if s.steps == STEP and s.changes == 0:

@@ -19,6 +19,7 @@ from elastic_team import Plan, Team
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
 from torch import nn
+from trainer_options import grouped
 
 DATA = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
 
@@ -37,7 +38,7 @@ def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, elastic.Sess
     model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sampler = elastic.Sampler(options.pop("samples", 96), options.pop("batch", 8))
-    return model, optimizer, elastic.session(model, optimizer, sampler, **options)
+    return model, optimizer, elastic.session(model, optimizer, sampler, **grouped(**options))
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def values_of(model: nn.Module) -> Values:
 
 
 def trained(comm: gradwire.Communicator, options: dict[str, Any]) -> Values:
-    model, optimizer, session = made(communicator=comm, **options)
+    model, optimizer, session = made(ranks=comm, **options)
     with session as s:
         for batch in s:
             s.backward(loss_of(model, batch))
@@ -65,7 +66,7 @@ def trained(comm: gradwire.Communicator, options: dict[str, Any]) -> Values:
 def trained_with_scales(comm: gradwire.Communicator, interval: int) -> Values:
     scaler = torch.amp.GradScaler("cpu", 16.0, growth_interval=interval)
     wish: dict[str, Any] = {"codec": "onebit", "warm_up": 0, "min_elements": 1}
-    model, optimizer, session = made(communicator=comm, carry=[scaler], **wish)
+    model, optimizer, session = made(ranks=comm, carry=[scaler], **wish)
     with session as s:
         for batch in s:
             s.backward(scaler.scale(loss_of(model, batch)))
@@ -110,9 +111,7 @@ def trained_and_lost(comm: gradwire.Communicator, way: str) -> tuple[Any, int, f
         if rank == 1 and s.steps == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model, optimizer, session = made(
-        communicator=comm, global_batch=way, verify=True, batch=4, wait=0
-    )
+    model, optimizer, session = made(ranks=comm, global_batch=way, verify=True, batch=4, wait=0)
     with session as s:
         for batch in s:
             die(s)
@@ -200,7 +199,7 @@ def test_a_training_that_cannot_begin_ends_with_an_error() -> None:
 def left_after_changes(comm: gradwire.Communicator, changes: int) -> list[Any]:
     """Counts what there is after each change, in which all ranks stay."""
     found = []
-    model, optimizer, session = made(communicator=comm, samples=1 << 20, codec="fp16")
+    model, optimizer, session = made(ranks=comm, samples=1 << 20, codec="fp16")
     with session as s:
         for batch in s:
             s.backward(loss_of(model, batch))
@@ -249,6 +248,7 @@ def test_other_settings_are_refused() -> None:
         ({"min_ranks": 0}, "min_ranks=0"),
         ({"wait": -1}, "wait=-1"),
         ({"carry": [3]}, "carry= has a int"),
+        ({"compression": "auto"}, "chooses a codec"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], text: str) -> None:
@@ -264,6 +264,6 @@ def forget_to_commit(session: elastic.Session, model: nn.Module) -> None:
 
 def test_a_forgotten_commit_is_told() -> None:
     alone = gradwire.init(rank=0, size=1, store="unix://none")
-    model, _, session = made(communicator=alone, min_ranks=1)
+    model, _, session = made(ranks=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match="without commit"):
         forget_to_commit(session, model)

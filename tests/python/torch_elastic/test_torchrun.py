@@ -24,7 +24,7 @@ SECRET = "0123456789abcdef"  # without which nobody joins over torchrun's store
 PROGRAM = """
 import hashlib, os, pathlib, signal, sys, time
 import torch
-from gradwire.torch import elastic
+from gradwire.torch import Ranks, elastic
 
 folder, victim, steps = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 saved, killed = folder / "saved", folder / "killed"
@@ -39,7 +39,8 @@ if saved.exists():
     optimizer.load_state_dict(state["optimizer"])
     sampler.position = state["position"]
 began = sampler.position
-with elastic.session(model, optimizer, sampler, min_ranks=1, wait=0, timeout=60) as s:
+ranks = Ranks(timeout=60)
+with elastic.session(model, optimizer, sampler, min_ranks=1, wait=0, ranks=ranks) as s:
     for batch in s:
         x = (batch[:, None] * torch.arange(1, 9)) % 17 / 8 - 1
         s.backward(torch.nn.functional.mse_loss(model(x), x[:, :4].sin()))

@@ -78,7 +78,9 @@ def stepping(module: nn.Module, make: Callable[..., Any], **options: Any) -> Ste
 
 def local(module: nn.Module) -> Step:
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    rounds = DiLoCo(module, inner, every=2, codec="onebit", min_elements=0, pace=False)
+    rounds = DiLoCo(
+        module, inner, every=2, compression=Compression("onebit", min_elements=0), pace=False
+    )
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         inner.zero_grad()
@@ -186,11 +188,9 @@ def elastically(other: bool) -> list[torch.Tensor]:
         module,
         optimizer,
         elastic.Sampler(len(inputs), batch=4, epochs=2),
-        codec="onebit",
-        min_elements=0,
-        warm_up=0,
+        compression=Compression("onebit", min_elements=0, warm_up=0),
         verify=True,
-        communicator=over,
+        ranks=over,
     ) as s:
         for chosen in s:
             s.backward(mse_loss(module(inputs[chosen]), targets[chosen]))

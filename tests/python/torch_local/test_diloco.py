@@ -137,7 +137,7 @@ def test_a_16_bit_parameter_that_does_not_change_has_no_outer_gradient() -> None
     model = nn.Linear(8, 4, dtype=torch.bfloat16)
 
     def body(comm: Communicator) -> list[bytes]:
-        outer = DiLoCo(model, sgd(model), every=1, lr=1e-3, communicator=comm)
+        outer = DiLoCo(model, sgd(model), every=1, lr=1e-3, ranks=comm)
         part = outer._steps._parts[0]
         part.values["weight"].add_(1e-5)  # what a rounded parameter does not have
         part.install()
@@ -156,7 +156,7 @@ def test_complex_and_channels_last_parameters() -> None:
 
     def body(comm: Communicator) -> tuple[Any, Any]:
         model = Odd()
-        outer = DiLoCo(model, sgd(model), every=1, lr=1, momentum=0, communicator=comm)
+        outer = DiLoCo(model, sgd(model), every=1, lr=1, momentum=0, ranks=comm)
         with torch.no_grad():
             model.turn += (1 + 2j) * comm.rank
             model.kernel[0, 1] += comm.rank
@@ -205,9 +205,9 @@ def test_parameters_of_several_optimizers_and_of_none() -> None:
     def body(comm: Communicator) -> str:
         model = small()
         both = [sgd(model[0]), torch.optim.Adam(model[2].parameters())]
-        outer = DiLoCo(model, both, every=1, pace=False, communicator=comm)
+        outer = DiLoCo(model, both, every=1, pace=False, ranks=comm)
         assert len(outer._names) == 4
-        outer = DiLoCo(model, both[0], every=1, pace=False, communicator=comm)
+        outer = DiLoCo(model, both[0], every=1, pace=False, ranks=comm)
         assert outer.step()
         with torch.no_grad():
             model[2].bias += 1  # as an optimizer would that DiLoCo was not told of
@@ -236,7 +236,7 @@ class Counts(nn.Module):
 def test_buffers_are_averaged_or_left_alone(average: bool) -> None:
     def body(comm: Communicator) -> tuple[Any, ...]:
         model = Counts()
-        options = {"average_buffers": average, "communicator": comm}
+        options = {"average_buffers": average, "ranks": comm}
         outer = DiLoCo(model, sgd(model), every=1, **options)
         for _ in range(2):
             model.mean += comm.rank + 1

@@ -14,6 +14,7 @@ from gradwire.torch import DiLoCo
 from local_training import Trainee, bits, sgd, small
 from ranks import run
 from torch import nn
+from trainer_options import grouped
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,10 @@ from torch import nn
         ({"rules": [("x.*", "none")]}, "matches no parameter"),
         ({"algorithm": "rng"}, "algorithm='rng'"),
         ({"feedback": 3}, "feedback=3"),
-        ({"communicator": "world"}, "communicator='world'"),
-        ({"communicator": None}, "give communicator=gradwire.init"),
+        ({"codec": "onebit", "warm_up": 9}, "warm_up=9 of a Compression is for register()"),
+        ({"codec": "auto"}, "only gradwire.torch.register() chooses a codec"),
+        ({"over": "world"}, "ranks='world'"),
+        ({"over": None}, "give ranks=gradwire.init"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], text: str) -> None:
@@ -45,7 +48,7 @@ def test_wrong_settings_are_named(settings: dict[str, Any], text: str) -> None:
 
     def body(comm: Communicator) -> str:
         with pytest.raises(InvalidArgument) as raised:
-            DiLoCo(model, sgd(model), **{"communicator": comm, **settings})
+            DiLoCo(model, sgd(model), **grouped(**{"over": comm, **settings}))
         return str(raised.value)
 
     assert text in run(1, body)[0]
@@ -74,7 +77,7 @@ def test_settings_and_models_that_differ_between_ranks_raise_on_all() -> None:
         for every, width in ((50 + comm.rank, 4), (50, 4 + comm.rank)):
             model = nn.Linear(3, width)
             with pytest.raises(InvalidArgument) as raised:
-                DiLoCo(model, sgd(model), every, communicator=comm)
+                DiLoCo(model, sgd(model), every, ranks=comm)
             texts.append(str(raised.value))
         return texts
 
@@ -112,7 +115,7 @@ def test_one_feedback_is_for_one_model() -> None:
 def over_a_group() -> tuple[bytes, bool, str]:
     model = small()
     optimizer = sgd(model)
-    outer = DiLoCo(model, optimizer, every=2, codec="int8", pace=False)
+    outer = DiLoCo(model, optimizer, every=2, compression="int8", pace=False)
     for step in range(4):
         optimizer.zero_grad()
         model(torch.full((2, 8), 1.0 + step + dist.get_rank())).sum().backward()

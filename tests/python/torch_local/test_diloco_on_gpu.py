@@ -12,6 +12,7 @@ import torch_ranks
 from gradwire.torch import DiLoCo
 from simulated_torch_cuda import CudaTensor, cpu, cuda
 from torch import nn
+from trainer_options import grouped
 
 pytestmark = simulated_gpu.needed
 STEPS = 7
@@ -33,7 +34,7 @@ def train(on_gpu: bool, rank: int, **settings: Any) -> list[torch.Tensor]:
     net = Net(on_gpu)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     options = {"every": 2, "pace": False, "min_elements": 0, **settings}
-    outer = DiLoCo(net, optimizer, **options)
+    outer = DiLoCo(net, optimizer, **grouped(**options))
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(100 * step + rank)
         with simulated.on_stream(simulated.Stream()):

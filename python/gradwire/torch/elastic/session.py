@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,8 +17,8 @@ import gradwire
 from gradwire._base import arguments
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
-from gradwire._feedback import ErrorFeedback
 from gradwire._launch.restarted import joined, joins
+from gradwire.torch._ranks.ranks import Ranks, RanksLike, ranks_of
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
 from gradwire.torch.elastic.members import Decision, MemberReport, decide
@@ -26,9 +27,8 @@ from gradwire.torch.elastic.rates import Rates
 from gradwire.torch.elastic.sampling import CONSTANT, SamplePart, Sampler, require_way
 from gradwire.torch.elastic.session_state import SessionState
 from gradwire.torch.elastic.transfer import share
-from gradwire.torch.exchange.compression import Compression
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.defaults import Model, settings
-from gradwire.torch.exchange.rules import CodecChoice
 
 FAILURES = (TransportError, Timeout, Aborted)  # after which the others go on
 _MOST_REPEATS = 4  # of a step that breaks off though no rank is lost
@@ -284,7 +284,7 @@ class Session:
         if self._repeats == _MOST_REPEATS:
             raise Error(
                 f"{what}, {_MOST_REPEATS} times: {self._failure} (on a slow network give the "
-                "session a longer timeout=)"
+                "session a longer timeout, ranks=Ranks(timeout=...))"
             ) from self._failure
 
     def _report(self) -> bool:
@@ -416,25 +416,20 @@ def session(
     global_batch: str = CONSTANT,
     min_ranks: int | None = None,
     wait: float = 60.0,
-    codec: CodecChoice = "none",
+    compression: CompressionLike = "none",
     algorithm: str = "auto",
-    feedback: ErrorFeedback | bool | None = None,
-    rules: Sequence[tuple[str, CodecChoice]] = (),
-    min_elements: int = 1024,
-    warm_up: int | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     verify: bool = False,
-    communicator: Communicator | None = None,
-    timeout: float = 300,
+    ranks: RanksLike = None,
 ) -> Session:
     """Makes a training loop that goes on when ranks come and go; `with` connects it.
 
     The model is trained as it is, without DistributedDataParallel: the session averages gradients
-    itself, with `codec`, `algorithm`, `feedback`, `rules`, `min_elements` and `warm_up` as in
-    `gradwire.torch.register`. `carry` are schedulers, scalers and other objects with `state_dict`
-    and `load_state_dict`, which are the same on all ranks. Joiners get the state of model,
-    optimizer and these from the other ranks, as all ranks get rank 0's at the start. Residuals
-    follow the rates of the optimizer, and the scale of a carried GradScaler.
+    itself, with `compression` and `algorithm` as in `gradwire.torch.register`. `carry` are
+    schedulers, scalers and other objects with `state_dict` and `load_state_dict`, which are the
+    same on all ranks. Joiners get the state of model, optimizer and these from the other ranks, as
+    all ranks get rank 0's at the start. Residuals follow the rates of the optimizer, and the scale
+    of a carried GradScaler.
 
     `global_batch` says what stays when the number of ranks changes. "constant": a step has the
     sampler's `batch` times the number of ranks at the start, and fewer ranks accumulate gradients.
@@ -444,13 +439,12 @@ def session(
     After a loss the others go on if they are a majority of the ranks before, or half of them with
     rank 0; otherwise they raise RendezvousError. With `min_ranks` that number alone decides: fewer
     ranks, also at the start, wait up to `wait` seconds for joiners, and then raise RendezvousError.
-    `timeout` is the communicator's, after which a silent rank counts as lost. `verify` compares the
-    state of all ranks bit by bit after each change, and gives those that differ the state of the
-    lowest rank.
+    After the timeout of `ranks` a silent one counts as lost. `verify` compares the state of all
+    ranks bit by bit after each change, and gives those that differ the state of the lowest rank.
 
-    Without a communicator `with` calls `gradwire.init`, or `gradwire.join` in a process that was
-    started to replace another one; if the others are at the end by then, that process ends with
-    exit code 0. A communicator that is given is closed at the first change.
+    Without a communicator in `ranks`, `with` calls `gradwire.init`, or `gradwire.join` in a process
+    that was started to replace another one; if the others are at the end by then, that process ends
+    with exit code 0. A communicator that is given is closed at the first change.
     Raises InvalidArgument.
     """
     if isinstance(model, DistributedDataParallel):
@@ -461,14 +455,11 @@ def session(
     arguments.instance(optimizer, "optimizer", torch.optim.Optimizer, "an optimizer of torch's")
     arguments.instance(sampler, "sampler", Sampler, "a gradwire.torch.elastic.Sampler")
     way = require_way(global_batch)
+    given, over = compression_of(compression), _reachable(ranks)
     least = None if min_ranks is None else arguments.whole(min_ranks, "min_ranks", least=1)
-    limit = arguments.seconds(timeout)
     if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
         raise InvalidArgument(f"wait={wait!r} is no number of seconds from 0")
     named = dict(model.named_parameters())
-    given = Compression(
-        codec, rules=rules, min_elements=min_elements, feedback=feedback, warm_up=warm_up
-    )
     how = settings(Model(model, named), given).compression.table
     kept = given.residuals(how)
     rates = Rates(optimizer, carry) if way != CONSTANT else None
@@ -484,21 +475,20 @@ def session(
         **replica.settings,
         **sampler.settings,
         "global_batch": way,
-        "codec": repr(codec),
-        "rules": repr(rules),
+        "codec": repr(given.codec),
+        "rules": repr(given.rules),
         "algorithm": algorithm,
         "feedback": kept is not None,
-        "min_elements": min_elements,
-        "warm_up": warm_up,
         "bucket_bytes": bucket_bytes,
+        **given.alike,
     }
     return Session(
         replica,
         sampler,
         averager,
-        lambda: _reach(communicator, limit),
+        lambda: _reach(over),
         rates=rates,
-        owns=communicator is None,
+        owns=over.over is None,
         min_ranks=least,
         wait=wait,
         verify=arguments.flag(verify, "verify"),
@@ -506,11 +496,25 @@ def session(
     )
 
 
-def _reach(communicator: Communicator | None, timeout: float) -> tuple[Communicator, bool]:
+def _reachable(given: RanksLike) -> Ranks:
+    """The ranks that begin; raises InvalidArgument for a process group."""
+    ranks = ranks_of(given)
+    if isinstance(ranks.over, dist.ProcessGroup):
+        raise InvalidArgument(
+            "ranks= is a process group, whose ranks cannot change: give ranks=gradwire.init(), or "
+            "Ranks(timeout=...)"
+        )
+    return ranks
+
+
+def _reach(ranks: Ranks) -> tuple[Communicator, bool]:
     """A communicator, and whether this rank has joined one that others had."""
+    communicator = ranks.over
     if communicator is None:
+        options: dict[str, Any] = {} if ranks.timeout is None else {"timeout": ranks.timeout}
         if joins():
-            communicator = joined(lambda: gradwire.join(timeout=timeout))
+            communicator = joined(lambda: gradwire.join(**options))
         else:
-            communicator = gradwire.init(timeout=timeout)
+            communicator = gradwire.init(**options)
+    assert isinstance(communicator, Communicator)
     return communicator, communicator.rank >= communicator.size - communicator.joined

@@ -105,12 +105,20 @@ class Compression:
 CompressionLike: TypeAlias = CodecChoice | Compression
 
 
-def compression_of(given: CompressionLike, *, auto: bool = False) -> Compression:
+def compression_of(
+    given: CompressionLike, *, auto: bool = False, warms_up: bool = True
+) -> Compression:
     """Makes a Compression of what a trainer was given; raises InvalidArgument for no codec.
 
-    With `auto` the trainer can choose one.
+    With `auto` the trainer can choose one; without `warms_up` it takes the codec from step 0 on.
     """
     made = given if isinstance(given, Compression) else Compression(given)
     if made.codec == AUTO and not auto:
         native(AUTO)  # raises
+    if made.warm_up and not warms_up:
+        raise InvalidArgument(
+            f"warm_up={made.warm_up} of a Compression is for register(), register_fsdp() and "
+            f"elastic.session(): leave it out, or give codec=Stages((0, {START!r}), "
+            f"({made.warm_up}, {str(made.codec)!r}))"
+        )
     return made

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gradwire._base import stops
@@ -16,15 +15,13 @@ from gradwire._base.arguments import flag, instance
 from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
 from gradwire.torch._ranks.broadcasts import broadcast_parameters
-from gradwire.torch._ranks.group import chosen_communicator
+from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import require_algorithm, require_alike
 from gradwire.torch.exchange import saved as saving
-from gradwire.torch.exchange.compression import Compression
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.engine import averaging_exchange
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
-from gradwire.torch.exchange.rules import CodecChoice
 from gradwire.torch.outer import checks
 from gradwire.torch.outer.buffers import SharedBuffers
 from gradwire.torch.outer.outer import (
@@ -70,20 +67,15 @@ class DiLoCo:
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
-        codec: CodecChoice = "none",
-        feedback: ErrorFeedback | bool | None = None,
-        rules: Sequence[tuple[str, CodecChoice]] = (),
-        min_elements: int = 1024,
+        compression: CompressionLike = "none",
         algorithm: str = "auto",
         pace: bool = True,
         fragments: int = 1,
         delay: int = 0,
         mix: float = 0.0,
         average_buffers: bool = True,
-        communicator: Communicator | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        ranks: RanksLike = None,
         clock: Callable[[], float] | None = None,
-        timeout: float | None = None,
     ) -> None:
         """Gives all ranks rank 0's parameters and buffers; every rank calls it, before training.
 
@@ -91,10 +83,9 @@ class DiLoCo:
         list if several train parts of the model. `lr`, `momentum` and `nesterov` are those of the
         outer optimizer, as in torch.optim.SGD.
 
-        `codec`, `feedback`, `rules` and `min_elements` are as in `register` with ``warm_up=0``, for
-        outer gradients.
-        A function of the step (`Stages`, `warm_up`) gets the number of outer steps. Outer gradients
-        of float64 parameters travel as they are. `algorithm` is as in `Communicator.all_reduce`.
+        `compression` is a codec or a `Compression` without `warm_up`, for outer gradients. A
+        function of the step (`Stages`) gets the number of outer steps. Outer gradients of float64
+        parameters travel as they are. `algorithm` is as in `Communicator.all_reduce`.
 
         With `pace` ranks tell each other their seconds per inner step in each round. The fastest
         makes `every` steps in the next one, and the others as many as they can meanwhile, at least
@@ -113,20 +104,18 @@ class DiLoCo:
         each rank keeps its own. Frozen parameters, and those that no inner optimizer has, do not
         travel, and raise InvalidArgument in the next round if they are changed.
 
-        Without a communicator, `process_group` is used, torch's default group if None: the
-        communicator of one of the backend gradwire, and otherwise one made over its ranks, with
-        `timeout` in seconds, the group's if None. A rank waits for the slowest one as long as the
-        communicator's timeout is. Raises RendezvousError, and InvalidArgument, on all ranks for
+        `ranks` are torch's default group if None; see `Ranks`. A rank waits for the slowest one as
+        long as their timeout is. Raises RendezvousError, and InvalidArgument, on all ranks for
         settings or models that differ between ranks.
         """
-        given = Compression(codec, rules=rules, min_elements=min_elements, feedback=feedback)
+        given, others = compression_of(compression, warms_up=False), ranks_of(ranks)
         optimizers = checks.optimizers_of(inner_optimizer)
         trained = checks.trained_parameters(model, optimizers)
         require_supported(trained)
         every, fragments, delay = checks.rounds_of(every, fragments, delay, mix, len(trained))
         checks.require_outer_optimizer(lr, momentum)
         self._rules = given.table
-        require_matches(rules, trained)
+        require_matches(given.rules, trained)
         self._names = {each: name for name, each in trained.items()}
         self.feedback = given.residuals(self._rules)
         persistent_state_of(self.feedback).require_free(self._names)
@@ -140,11 +129,11 @@ class DiLoCo:
             "delay": delay,
             "mix": mix,
             "average_buffers": flag(average_buffers, "average_buffers"),
-            "min_elements": min_elements,
             "feedback": self.feedback is not None,
+            **given.alike,
         }
         self.closed, self.error = False, None
-        over, self._owns = chosen_communicator(communicator, process_group, timeout)
+        over, self._owns = others.connect()
         try:
             require_algorithm(algorithm, self._rules.lossy, over)
             require_alike(over, "DiLoCo()", settings)
