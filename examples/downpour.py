@@ -23,8 +23,8 @@ net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Lin
 optimizer = gradwire.torch.Downpour(
     net.parameters(),
     gradwire.serve.Adagrad(lr=0.05),
+    compression="onebit",
     warm_start=20,
-    push_codec="onebit",
     pull_codec="int8",
 )
 torch.manual_seed(1 + rank)

@@ -36,7 +36,7 @@ def train(comm: gradwire.Communicator, *, compressed: bool) -> None:
     # The same class for both: a warm-up that never ends is AdamW.
     warm_up, codec = (STEPS * 29 // 100, "int8") if compressed else (STEPS, "none")
     optimizer = gradwire.torch.OneBitAdam(
-        model.named_parameters(), lr=3e-3, warm_up=warm_up, warm_up_codec=codec, communicator=comm
+        model.named_parameters(), lr=3e-3, warm_up=warm_up, warm_up_codec=codec, ranks=comm
     )
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     before = comm.traffic.bytes_sent

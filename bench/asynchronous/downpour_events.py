@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import gradwire
 import torch
 from gradwire import serve
+from gradwire.torch import Compression
 from gradwire.torch._downpour_codecs import START, PushCodecs
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -111,7 +112,9 @@ class _Replica:
         self._batches = _batches(task, plan.replicas, rank, seed)
         self._ps = Client(service, self._values)
         known = {str(place): each for place, each in enumerate(parameters)}
-        self._codecs = PushCodecs(plan.push_codec, plan.rules, plan.warm_up, known)
+        self._codecs = PushCodecs(
+            Compression(plan.push_codec, rules=plan.rules, warm_up=plan.warm_up), known
+        )
         keeps = len(self._codecs.used) > 1 or plan.max_staleness is not None
         self._feedback = gradwire.ErrorFeedback() if keeps else None
         self._pushes = 0

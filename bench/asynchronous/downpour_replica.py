@@ -38,8 +38,8 @@ def main(
     optimizer = Downpour(
         model.parameters(),
         getattr(serve, way.rule)(lr=way.lr),
+        compression=way.push_codec,
         warm_start=way.warm_start,
-        push_codec=way.push_codec,
         pull_codec=way.pull_codec,
         staleness=way.staleness,  # type: ignore[arg-type]
     )

@@ -169,14 +169,21 @@ def _compressed(trial: Trial, name: str, model: nn.Module) -> Training:
     )
 
 
+def _compression(
+    model: nn.Module, options: dict[str, Any], keeps: bool
+) -> gradwire.torch.Compression:
+    """The codec among an optimizer's options, which it leaves, or onebit."""
+    codec = options.pop("codec", "onebit")
+    return gradwire.torch.Compression(codec, rules=_small(model), feedback=None if keeps else False)
+
+
 def _one_bit_adam(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
     return gradwire.torch.OneBitAdam(
         model.named_parameters(),
         trial.rate,
+        compression=_compression(model, options, keeps),
         warm_up=trial.first_steps,
         clip_norm=trial.clip,
-        rules=_small(model),
-        feedback=None if keeps else False,
         **options,
     )
 
@@ -185,8 +192,7 @@ def _lion(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) 
     return gradwire.torch.DistributedLion(
         model.named_parameters(),
         trial.rate,
-        rules=_small(model),
-        feedback=None if keeps else False,
+        compression=_compression(model, options, keeps),
         **options,
     )
 

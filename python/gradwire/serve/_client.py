@@ -402,7 +402,7 @@ def connect(
     atomic: Literal["frame", "push"] = "frame",
     staleness: Literal["keep", "divide"] = "keep",
     max_staleness: int | None = None,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     reconnect: float | None = None,
     while_dialling: Literal["wait", "raise"] = "wait",
 ) -> ParameterServer:

@@ -47,7 +47,7 @@ def role(
     secret: bytes | str | None = None,
     snapshot: str | os.PathLike[str] | None = None,
     every: float = 60.0,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
 ) -> Replica | None:
     """Gives each process of a launch its role: the first ones serve a shard each, the others train.
 

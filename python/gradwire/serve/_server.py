@@ -55,7 +55,7 @@ class Server:
         transports: Sequence[str] | None = None,
         snapshot: str | os.PathLike[str] | None = None,
         every: float = 60.0,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
     ) -> None:
         """Begins to listen for clients.
 

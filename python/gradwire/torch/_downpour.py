@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch import _downpour_arrays as arrays
 from gradwire.torch._downpour_codecs import PushCodecs
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 
 _LINEAR = (serve.SGD, serve.Momentum)  # rules that a factor of the gradient passes through
 _WARM_START_SECONDS = 0.05  # between two looks at how far the first replica is
@@ -50,18 +51,15 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         local_lr: float = 0.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
-        push_codec: str = "none",
+        compression: CompressionLike = "none",
         pull_codec: str = "none",
-        rules: Sequence[tuple[str, str]] = (),
-        warm_up: int | None = None,
-        feedback: ErrorFeedback | Literal[False] | None = None,
         staleness: Literal["keep", "divide"] = "keep",
         max_staleness: int | None = None,
         store: str | None = None,
         name: str = "parameters",
         replica: str | None = None,
         secret: bytes | str | None = None,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         reconnect: float | None = None,
     ) -> None:
         """Connects to the servers and fetches their values, or brings them the first ones.
@@ -78,20 +76,16 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         many pushes; where it makes none for `timeout` seconds, the others go on without.
         `clip_norm` limits the norm of what is pushed, all parameters together.
 
-        `rules` are pairs of a pattern and a codec for pushes: the first pattern that matches a
-        parameter's name (as in fnmatch: "*.bias") decides, and `push_codec` for all others. Names
-        come from `model.named_parameters()`, given as `params`.
+        `compression` is that of pushes: a codec's name, or a `Compression` of names. Rules go by
+        the names of `model.named_parameters()`, given as `params`. A step is a push that the
+        servers have applied, of any replica; ``warm_up=None`` is 1,000 of them. Parameters of fewer
+        than `min_elements`, or that are no matrix, stay in int8 beside a biased codec, where there
+        are others and no rules. All codecs that may travel are in the table on which clients agree.
 
-        A biased `push_codec` (onebit) comes with what it needs to train: pushes go in int8 until
-        the servers have applied `warm_up` of them, of all replicas, 1,000 by default; and so do
-        always, unless `rules` are given, parameters of fewer than 1,024 elements or that are no
-        matrix, where there are others. ``warm_up=0`` leaves everything as it is given. All codecs
-        that may travel are in the table on which clients agree, int8 then, too.
-
-        `push_codec` loses a part of each push, and `max_staleness` refuses some; `feedback` adds
-        both to the next one (by default one of its own; False gives them up). With `pull_codec`
-        int8 or onebit, differences travel. The other arguments are those of
-        `gradwire.serve.connect`, whose errors this raises.
+        A codec loses a part of each push, and `max_staleness` refuses some; the Compression's
+        `feedback` adds both to the next one, and False gives them up. With `pull_codec` int8 or
+        onebit, differences travel. The other arguments are those of `gradwire.serve.connect`, whose
+        errors this raises.
         """
         defaults = {"lr": rule.lr, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -113,11 +107,12 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         self._pull_codec = pull_codec
         names = self._names or map(str, range(len(self._parameters)))  # as the servers know them
         known = dict(zip(names, self._parameters, strict=True))
-        self._codecs = PushCodecs(push_codec, rules, warm_up, known)
+        given = compression_of(compression)
+        self._codecs = PushCodecs(given, known)
         drops = len(self._codecs.used) > 1 or max_staleness is not None
-        loses = drops and feedback is not False
-        self._feedback = (feedback or ErrorFeedback()) if loses else None
-        if rules and self._names is None:
+        own = given.feedback if isinstance(given.feedback, ErrorFeedback) else ErrorFeedback()
+        self._feedback = own if drops and given.feedback is not False else None
+        if given.rules and self._names is None:
             raise InvalidArgument(
                 "rules= go by names: give Downpour model.named_parameters() instead of parameters()"
             )

@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gradwire._base import arguments
-from gradwire._base.rules import require_pairs
 from gradwire._calls.reductions import native
 from gradwire._errors import InvalidArgument
+from gradwire.torch.exchange.compression import START, Compression
 
-START = "int8"
 WARM_UP = 1000  # pushes of all replicas
-SMALL = 1024  # elements
 
 Rules = Sequence[tuple[str, str]]
 
@@ -28,32 +25,17 @@ Rules = Sequence[tuple[str, str]]
 class PushCodecs:
     """The codec and the rules of `ParameterServer.push`, by the servers' version."""
 
-    def __init__(
-        self,
-        codec: str,
-        rules: Rules,
-        warm_up: int | None,
-        parameters: Mapping[str, torch.Tensor],
-    ) -> None:
+    def __init__(self, given: Compression, parameters: Mapping[str, torch.Tensor]) -> None:
         """Adds int8 for the first pushes and for small parameters, where the codec is biased.
 
-        Given `rules` win over that for small parameters, and ``warm_up=0`` over both. Raises
-        InvalidArgument for an unknown codec, and for a `warm_up` that is no number of pushes, or
-        that stands beside a codec that is not biased.
+        Given rules win over that for small parameters, and ``warm_up=0`` over both. Raises
+        InvalidArgument for codecs that are no names.
         """
-        require_pairs(rules)
-        if warm_up is not None:
-            arguments.whole(warm_up, "warm_up", least=0)
-        biased = native(codec).biased
-        if warm_up and not biased:
-            raise InvalidArgument(
-                f"warm_up={warm_up} is for pushes in a biased codec, such as 'onebit', and "
-                f"push_codec={codec!r} is none: leave warm_up= out"
-            )
-        self._codec, self._rules, self._until = codec, list(rules), 0
-        if biased and warm_up != 0:
-            self._until = WARM_UP if warm_up is None else warm_up
-            self._rules = self._rules or _small(parameters)
+        self._rules = [(pattern, _name(each)) for pattern, each in given.rules]
+        self._codec, self._until = _name(given.codec), 0
+        if native(self._codec).biased and given.warm_up != 0:
+            self._until = WARM_UP if given.warm_up is None else given.warm_up
+            self._rules = self._rules or _small(parameters, given.min_elements)
 
     @property
     def used(self) -> list[str]:
@@ -67,11 +49,17 @@ class PushCodecs:
         return (START if version < self._until else self._codec), self._rules
 
 
-def _small(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+def _name(codec: object) -> str:
+    if not isinstance(codec, str):
+        raise InvalidArgument(f"codec={codec!r}: a push takes names of codecs, such as 'onebit'")
+    return codec
+
+
+def _small(parameters: Mapping[str, torch.Tensor], least: int) -> list[tuple[str, str]]:
     """Rules for the parameters that are no matrix, or have few elements; none if that is all."""
     found = [
         (glob.escape(name), START)
         for name, each in parameters.items()
-        if each.numel() < SMALL or sum(side > 1 for side in each.shape) < 2
+        if each.numel() < least or sum(side > 1 for side in each.shape) < 2
     ]
     return found if len(found) < len(parameters) else []

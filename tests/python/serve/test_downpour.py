@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire import InvalidArgument, TransportError, serve
-from gradwire.torch import Downpour
+from gradwire.torch import Compression, Downpour
 
 Make = Callable[..., Downpour]
 
@@ -79,13 +79,15 @@ def test_one_replica_with_adagrad_is_torchs(make: Make) -> None:
 def test_rules_by_name_leave_a_parameter_as_it_is(make: Make) -> None:
     ours, theirs = net(), net()
     rules = [("2.*", "none")]
-    optimizer = make(ours.named_parameters(), serve.SGD(lr=0.1), push_codec="onebit", rules=rules)
+    optimizer = make(
+        ours.named_parameters(), serve.SGD(lr=0.1), compression=Compression("onebit", rules=rules)
+    )
     train(ours, optimizer, 1)
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), 1)
     for (name, found), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(found, wanted) == name.startswith("2."), name
     with pytest.raises(InvalidArgument, match=r"give Downpour model.named_parameters\(\)"):
-        make(net().parameters(), serve.SGD(lr=0.1), rules=rules)
+        make(net().parameters(), serve.SGD(lr=0.1), compression=Compression("none", rules=rules))
 
 
 def test_schedulers_and_decay_reach_the_servers(make: Make) -> None:
@@ -154,7 +156,7 @@ def test_replicas_train_together(make: Make, push: str, pull: str, fetch: str) -
         make(
             each.parameters(),
             serve.Adagrad(lr=0.05),
-            push_codec=push,
+            compression=push,
             pull_codec=pull,
             fetch=fetch,
         )
@@ -193,11 +195,11 @@ def test_later_replicas_wait_for_the_warm_start(make: Make) -> None:
 
 def test_saved_residuals_and_steps_are_taken_up(make: Make) -> None:
     model = net()
-    optimizer = make(model.parameters(), serve.SGD(lr=0.1), push_codec="onebit")
+    optimizer = make(model.parameters(), serve.SGD(lr=0.1), compression="onebit")
     train(model, optimizer, 5)
     saved = optimizer.state_dict()
     other = net()
-    again = make(other.parameters(), serve.SGD(lr=0.1), push_codec="onebit")
+    again = make(other.parameters(), serve.SGD(lr=0.1), compression="onebit")
     again.load_state_dict(saved)
     assert again.state_dict()["downpour"]["steps"] == 5
     mine, theirs = (each.state_dict()["downpour"]["residuals"] for each in (optimizer, again))
@@ -206,7 +208,7 @@ def test_saved_residuals_and_steps_are_taken_up(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("options", "keeps"),
-    [({}, False), ({"push_codec": "int8"}, True), ({"max_staleness": 3}, True)],
+    [({}, False), ({"compression": "int8"}, True), ({"max_staleness": 3}, True)],
     ids=["whole", "in a codec", "or refused"],
 )
 def test_residuals_are_kept_where_a_push_may_lose_something(

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 from gradwire import InvalidArgument, serve
-from gradwire.torch import Downpour
+from gradwire.torch import Compression, Downpour, Stages
 from gradwire.torch._downpour_codecs import WARM_UP, PushCodecs
 
 PARAMETERS = {
@@ -24,7 +24,7 @@ SMALL = [("0.bias", "int8"), ("norm[[]1].weight", "int8"), ("2.weight", "int8")]
 
 
 def test_onebit_begins_in_int8_and_leaves_small_parameters_there() -> None:
-    codecs = PushCodecs("onebit", [], None, PARAMETERS)
+    codecs = PushCodecs(Compression("onebit"), PARAMETERS)
     assert codecs.used == ["none", "onebit", "int8"]
     assert codecs.at(0) == codecs.at(WARM_UP - 1) == ("int8", SMALL)
     assert codecs.at(WARM_UP) == ("onebit", SMALL)
@@ -32,21 +32,21 @@ def test_onebit_begins_in_int8_and_leaves_small_parameters_there() -> None:
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
 def test_other_codecs_stay_as_they_are(codec: str) -> None:
-    codecs = PushCodecs(codec, [], None, PARAMETERS)
+    codecs = PushCodecs(Compression(codec), PARAMETERS)
     assert codecs.used == list(dict.fromkeys(["none", codec]))
     assert codecs.at(0) == codecs.at(WARM_UP) == (codec, [])
 
 
 def test_what_is_given_wins() -> None:
-    codecs = PushCodecs("onebit", [("*.bias", "none")], 3, PARAMETERS)
+    codecs = PushCodecs(Compression("onebit", rules=[("*.bias", "none")], warm_up=3), PARAMETERS)
     assert codecs.at(2) == ("int8", [("*.bias", "none")])
     assert codecs.at(3) == ("onebit", [("*.bias", "none")])
-    assert PushCodecs("onebit", [], 0, PARAMETERS).used == ["none", "onebit"]
-    assert PushCodecs("onebit", [], 0, PARAMETERS).at(0) == ("onebit", [])
+    assert PushCodecs(Compression("onebit", warm_up=0), PARAMETERS).used == ["none", "onebit"]
+    assert PushCodecs(Compression("onebit", warm_up=0), PARAMETERS).at(0) == ("onebit", [])
 
 
 def test_a_model_of_small_parameters_is_compressed_all_the_same() -> None:
-    codecs = PushCodecs("onebit", [], None, {"w": torch.zeros(8, 8), "b": torch.zeros(8)})
+    codecs = PushCodecs(Compression("onebit"), {"w": torch.zeros(8, 8), "b": torch.zeros(8)})
     assert codecs.at(WARM_UP) == ("onebit", [])
 
 
@@ -57,11 +57,12 @@ def test_a_model_of_small_parameters_is_compressed_all_the_same() -> None:
         ("onebit", -1, "warm_up"),
         ("onebit", 1.5, "warm_up"),
         ("two", None, "two"),
+        (Stages((0, "onebit")), None, "a push takes names of codecs"),
     ],
 )
-def test_nonsense_is_refused(codec: str, warm_up: Any, says: str) -> None:
+def test_nonsense_is_refused(codec: Any, warm_up: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        PushCodecs(codec, [], warm_up, PARAMETERS)
+        PushCodecs(Compression(codec, warm_up=warm_up), PARAMETERS)
 
 
 def test_pushes_change_their_codec_when_the_warm_up_is_over(
@@ -71,8 +72,7 @@ def test_pushes_change_their_codec_when_the_warm_up_is_over(
     optimizer = Downpour(
         [weight, bias],
         serve.SGD(lr=1.0),
-        push_codec="onebit",
-        warm_up=2,
+        compression=Compression("onebit", warm_up=2),
         store=server.store,
         timeout=30,
     )

@@ -27,7 +27,7 @@ def train(on_gpu: bool, push_codec: str, pull_codec: str) -> list[torch.Tensor]:
         optimizer = Downpour(
             parameters,
             serve.SGD(lr=0.1),
-            push_codec=push_codec,
+            compression=push_codec,
             pull_codec=pull_codec,
             store=server.store,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from gradwire.torch import OneBitAdam
 from local_training import batch, bits, small
 from torch import nn
 from torch.nn.functional import mse_loss
+from trainer_options import grouped
+
+
+def settings_of(**settings: Any) -> dict[str, Any]:
+    """An optimizer's keywords; the codec is onebit beside other settings of a Compression."""
+    found = grouped(("warm_up",), **settings)
+    if "compression" in found and "codec" not in settings:
+        found["compression"] = replace(found["compression"], codec="onebit")
+    return found
 
 
 class Replica:
@@ -28,7 +38,7 @@ class Replica:
         self.model = small() if model is None else model
         if make is OneBitAdam:
             settings = {"warm_up": 3, "lr": 0.01, "min_elements": 0, **settings}
-        self.optimizer = make(self.model.named_parameters(), communicator=comm, **settings)
+        self.optimizer = make(self.model.named_parameters(), ranks=comm, **settings_of(**settings))
         self.every = settings.get("every", 1)  # steps an exchange, after which ranks are alike
         self.step_number = 0
 

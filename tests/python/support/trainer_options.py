@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.torch import Compression, Ranks
@@ -10,12 +11,12 @@ from gradwire.torch import Compression, Ranks
 _COMPRESSION = {each.name for each in dataclasses.fields(Compression)}
 
 
-def grouped(**settings: Any) -> dict[str, Any]:
-    """A trainer's keywords: those of Compression and of Ranks are in one each."""
-    codecs = {name: settings.pop(name) for name in _COMPRESSION & settings.keys()}
+def grouped(own: Sequence[str] = (), /, **settings: Any) -> dict[str, Any]:
+    """A trainer's keywords: those of Compression and of Ranks in one each, but for its `own`."""
+    codecs = {name: settings.pop(name) for name in settings.keys() & _COMPRESSION - {*own}}
     ranks = {name: settings.pop(name) for name in {"over", "timeout"} & settings.keys()}
     if codecs:
-        settings["compression"] = Compression(**codecs)
+        settings["compression"] = Compression(**{"codec": "none", **codecs})
     if ranks:
         settings["ranks"] = Ranks(**ranks)
     return settings

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradwire import Communicator, ErrorFeedback, TransportError
 from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Averages, Exchange
 from gradwire.torch.exchange.gradient_scale import GradientScale
 from gradwire.torch.exchange.residual_state import ResidualState
@@ -148,7 +149,7 @@ def test_groups_of_a_codec_follow_stages_and_warm_ups() -> None:
     parts = [torch.empty(shape) for shape in SHAPES.values()]
     staged = Rules(Stages((0, "none"), (2, "onebit")))
     assert [staged.groups(list(SHAPES), parts, step)[0][0] for step in (1, 2)] == ["none", "onebit"]
-    warming = WarmUpRules("onebit", (), 0, "fp16")
+    warming = WarmUpRules(Compression("onebit", min_elements=0), "fp16")
     warming.warming = frozenset(["bias"])
     assert warming.groups(list(SHAPES), parts, 0) == [("onebit", [0]), ("fp16", [1])]
     warming.warming = frozenset()

@@ -44,11 +44,11 @@ def parameters_of(root: int, own: bool) -> tuple[bool, bool, bool, int]:
     strides = module.across.stride()
     differed = not same_state(module)
     communicator = communicator_of(dist.group.WORLD) if own else None
-    broadcast_parameters(module.state_dict(), root, communicator=communicator)
+    broadcast_parameters(module.state_dict(), root, ranks=communicator)
     expected = Everything(seed=root).state_dict()
     right = all(each.equal(expected[name]) for name, each in module.state_dict().items())
-    broadcast_parameters(list(module.named_parameters()), root, communicator=communicator)
-    broadcast_parameters(module.named_parameters(), communicator=communicator)
+    broadcast_parameters(list(module.named_parameters()), root, ranks=communicator)
+    broadcast_parameters(module.named_parameters(), ranks=communicator)
     return differed, right, same_state(module), strides == module.across.stride()
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_parameters_is_refused() -> None:
 
 
 def test_without_a_process_group_a_communicator_is_asked_for() -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="communicator="):
+    with pytest.raises(gradwire.InvalidArgument, match="ranks="):
         broadcast_parameters({"a": torch.zeros(1)})
 
 

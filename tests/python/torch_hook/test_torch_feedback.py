@@ -52,7 +52,8 @@ def train(setting: dict[str, Any], codecs: Sequence[str | Codec]) -> tuple[float
     """Trains until DDP's own buckets have been followed for two steps."""
     ddp, books = wrapped(Tower(len(codecs)), **setting)
     state = register(
-        ddp, Compression(rules=Tower.rules(codecs), min_elements=0, feedback=True, warm_up=0)
+        ddp,
+        Compression("none", rules=Tower.rules(codecs), min_elements=0, feedback=True, warm_up=0),
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
@@ -221,7 +222,7 @@ def train_unevenly(by_all: bool) -> tuple[float, int]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     rules, follow = Tower.rules(CODECS), {"scaler": scaler, "optimizer": optimizer}
     state = register(
-        ddp, Compression(rules=rules, min_elements=0, feedback=True, warm_up=0), **follow
+        ddp, Compression("none", rules=rules, min_elements=0, feedback=True, warm_up=0), **follow
     )
     ranks = dist.get_world_size()
     with ddp.join(divide_by_initial_world_size=by_all):
@@ -261,7 +262,7 @@ def wrap_anew() -> float:
         if step in sizes:
             ddp = DistributedDataParallel(module, bucket_cap_mb=sizes[step])
             state = register(
-                ddp, Compression(rules=rules, min_elements=0, feedback=feedback, warm_up=0)
+                ddp, Compression("none", rules=rules, min_elements=0, feedback=feedback, warm_up=0)
             )
         backward(ddp, step)
         books.deliver()
@@ -408,7 +409,9 @@ def break_off(how: str) -> tuple[str, list[str]]:
     ddp, _ = wrapped(Tower(len(CODECS)), **SMALL_BUCKETS)
     rules, momentum = Tower.rules(CODECS), Momentum(0.9)
     state = register(
-        ddp, Compression(rules=rules, min_elements=0, feedback=True, warm_up=0), momentum=momentum
+        ddp,
+        Compression("none", rules=rules, min_elements=0, feedback=True, warm_up=0),
+        momentum=momentum,
     )
     for step in range(5):
         backward(ddp, step)

@@ -38,7 +38,7 @@ class One(nn.Module):
 def holds(*amounts: float) -> tuple[DistributedDataParallel, State]:
     """A hook that has held back so much on each rank."""
     ddp = DistributedDataParallel(One())
-    state = register(ddp, Compression(min_elements=0, feedback=True, warm_up=0))
+    state = register(ddp, Compression("none", min_elements=0, feedback=True, warm_up=0))
     assert state.feedback is not None
     state.feedback.add("weight", torch.full((4,), amounts[dist.get_rank()]).numpy())
     return ddp, state
@@ -151,7 +151,7 @@ def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, State]:
         optimizer,
         register(
             ddp,
-            Compression(rules=Tower.rules(CODECS), min_elements=0, feedback=True),
+            Compression("none", rules=Tower.rules(CODECS), min_elements=0, feedback=True),
             momentum=Momentum(),
         ),
     )
@@ -241,7 +241,7 @@ def shrink_to_half(how: str) -> float | None:
     kept: Any = state.feedback if how == "the same feedback" else True
     ddp = DistributedDataParallel(One(), process_group=survivors)
     state.close()
-    again = register(ddp, Compression(min_elements=0, feedback=kept, warm_up=0))
+    again = register(ddp, Compression("none", min_elements=0, feedback=kept, warm_up=0))
     if how == "loaded":
         again.load_state_dict(saved[rank], resized=True)
     if how == "added":
@@ -300,7 +300,7 @@ def test_states_that_are_not_whole_are_refused_on_all_ranks() -> None:
 def of_another_model() -> str:
     _, state = holds(1.0, 2.0)
     gathered = gather_state_dict(state)
-    other = register(DistributedDataParallel(mlp()), Compression(feedback=True))
+    other = register(DistributedDataParallel(mlp()), Compression("none", feedback=True))
     return message(scatter_state_dict, other, gathered)
 
 

@@ -63,7 +63,7 @@ def start(
     if follows:
         hook = {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
     feedback = gradwire.ErrorFeedback(dtype)
-    compression = Compression(rules=Tower.rules(codecs), min_elements=0, feedback=feedback)
+    compression = Compression("none", rules=Tower.rules(codecs), min_elements=0, feedback=feedback)
     state = register(ddp, compression, algorithm="ring", **hook)
     return Training(ddp, optimizer, state, scaler)
 
@@ -307,10 +307,12 @@ def refusals() -> list[str]:
     saved = state.state_dict()
     bare = register(DistributedDataParallel(mlp()), "fp16")
     wider = register(
-        DistributedDataParallel(nn.Sequential(nn.Linear(21, 100))), Compression(feedback=True)
+        DistributedDataParallel(nn.Sequential(nn.Linear(21, 100))),
+        Compression("none", feedback=True),
     )
     shorter = register(
-        DistributedDataParallel(nn.Sequential(nn.Linear(20, 100))), Compression(feedback=True)
+        DistributedDataParallel(nn.Sequential(nn.Linear(20, 100))),
+        Compression("none", feedback=True),
     )
     messages = []
     for other, what in ((bare, saved), (wider, saved), (shorter, saved), (state, {"steps": 1})):

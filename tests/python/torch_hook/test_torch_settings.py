@@ -68,7 +68,7 @@ def one_fails(owns: bool) -> str:
     given = None if owns else communicator_of(torch.distributed.group.WORLD)
     ddp = DistributedDataParallel(mlp())
     with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, Compression(rules=rules), ranks=given or Ranks(timeout=LIMIT))
+        register(ddp, Compression("none", rules=rules), ranks=given or Ranks(timeout=LIMIT))
     if given is not None:
         register(ddp, ranks=given)
     return str(raised.value)

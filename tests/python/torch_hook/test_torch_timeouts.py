@@ -23,7 +23,7 @@ def chosen(backend: str) -> list[float]:
         register(DistributedDataParallel(mlp(), process_group=group)),
         register(DistributedDataParallel(mlp(), process_group=group), ranks=Ranks(timeout=33)),
         register(DistributedDataParallel(mlp())),
-        OneBitAdam(mlp().named_parameters(), warm_up=1, process_group=group),
+        OneBitAdam(mlp().named_parameters(), warm_up=1, ranks=group),
         DiLoCo(net, inner, ranks=group),
     ]
     return [each.communicator._timeout for each in states]

@@ -91,7 +91,7 @@ def test_a_component_weighs_the_same_however_many_ranks_send_it() -> None:
 
     def body(comm: Communicator) -> list[float]:
         parameter = nn.Parameter(torch.zeros(2))
-        optimizer = DeMo([("pair", parameter)], lr=1.0, top_k=1, communicator=comm)
+        optimizer = DeMo([("pair", parameter)], lr=1.0, top_k=1, ranks=comm)
         parameter.grad = torch.tensor([3.0, -3.0] if comm.rank == 2 else [2.0, 2.0])
         optimizer.step()
         return parameter.tolist()

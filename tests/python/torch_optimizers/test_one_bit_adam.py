@@ -33,9 +33,7 @@ def test_the_warm_up_is_torchs_adamw_bit_for_bit() -> None:
 
     def body(comm: Communicator) -> bytes:
         model = small()
-        optimizer = OneBitAdam(
-            groups_of(model), 0.01, warm_up=9, warm_up_codec="none", communicator=comm
-        )
+        optimizer = OneBitAdam(groups_of(model), 0.01, warm_up=9, warm_up_codec="none", ranks=comm)
         replica = Replica(comm, lambda *_, **__: optimizer, model)
         rates = schedule(optimizer)
         for _ in range(8):
@@ -274,7 +272,7 @@ def test_a_word_that_first_appears_after_the_warm_up_moves_as_others_do() -> Non
     def body(comm: Communicator) -> tuple[float, float]:
         words = nn.Embedding(64, 32)
         words.weight.data.zero_()
-        optimizer = OneBitAdam(words.named_parameters(), 0.01, warm_up=4, communicator=comm)
+        optimizer = OneBitAdam(words.named_parameters(), 0.01, warm_up=4, ranks=comm)
         for step in range(12):
             seen = torch.arange(32) if step < 4 else torch.arange(64)
             optimizer.zero_grad()

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire import Communicator, InvalidArgument
-from gradwire.torch import DeMo, DistributedLion, OneBitAdam
+from gradwire.torch import Compression, DeMo, DistributedLion, OneBitAdam
 from local_training import batch, bits, small
 from ranks import run
-from replicated_training import Replica
+from replicated_training import Replica, settings_of
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -40,23 +40,28 @@ from torch.nn.parallel import DistributedDataParallel
         (OneBitAdam, {"feedback": 3}, "feedback=3"),
         (OneBitAdam, {"algorithm": "rng"}, "algorithm='rng'"),
         (OneBitAdam, {"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class"),
-        (OneBitAdam, {"communicator": "world"}, "communicator='world'"),
-        (OneBitAdam, {"communicator": None}, "give communicator=gradwire.init"),
+        (OneBitAdam, {"over": "world"}, "ranks='world'"),
+        (OneBitAdam, {"over": None}, "give ranks=gradwire.init"),
         (DistributedLion, {"vote": "all"}, "vote='all'"),
         (DistributedLion, {"betas": (2, 0)}, "betas=(2, 0) are not"),
         (DeMo, {"top_k": 0}, "top_k=0 is less than 1"),
         (DeMo, {"chunk": 500}, "chunk=500 is more than 128"),
         (DeMo, {"decay": 2}, "decay=2 is not"),
         (DeMo, {"algorithm": "star"}, "algorithm='star': all_gather has no"),
+        (
+            OneBitAdam,
+            {"compression": Compression("onebit", warm_up=9)},
+            "warm_up=9 of a Compression",
+        ),
         (DistributedLion, {"codec": "auto"}, "only gradwire.torch.register() chooses"),
-        (DistributedLion, {"timeout": 0}, "timeout=0 is not a positive number"),
+        (DistributedLion, {"over": None, "timeout": 0}, "timeout=0 is not a positive number"),
     ],
 )
 def test_wrong_settings_are_named(make: Any, settings: dict[str, Any], text: str) -> None:
     def body(comm: Communicator) -> str:
-        usual = {"communicator": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
+        usual = {"over": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
         with pytest.raises(InvalidArgument) as raised:
-            make(small().named_parameters(), **usual | settings)
+            make(small().named_parameters(), **settings_of(**usual | settings))
         return str(raised.value)
 
     assert text in run(1, body)[0]
@@ -70,7 +75,7 @@ def test_parameters_that_cannot_be_are_told_why() -> None:
             [("w", nn.Parameter(torch.zeros(3))), ("w", nn.Parameter(torch.zeros(3)))],
         ):
             with pytest.raises(InvalidArgument) as raised:
-                OneBitAdam(params, warm_up=1, communicator=comm)
+                OneBitAdam(params, warm_up=1, ranks=comm)
             texts.append(str(raised.value))
         replica = Replica(comm)
         with pytest.raises(InvalidArgument):
@@ -99,7 +104,7 @@ def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: 
     """In the constructor and later, where the group is not added."""
 
     def body(comm: Communicator) -> list[str]:
-        usual = {"communicator": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
+        usual = {"ranks": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
         wrong = {"params": [("x", nn.Parameter(torch.zeros(3)))], **option}
         optimizer = make(small().named_parameters(), **usual)
         texts = []
@@ -187,10 +192,10 @@ def test_settings_and_groups_that_differ_between_ranks_raise_on_all() -> None:
         texts = []
         for settings in ({"warm_up": 1 + comm.rank}, {"warm_up": 1, "lr": 0.1 * (1 + comm.rank)}):
             with pytest.raises(InvalidArgument) as raised:
-                OneBitAdam(small().named_parameters(), communicator=comm, **settings)
+                OneBitAdam(small().named_parameters(), ranks=comm, **settings)
             texts.append(str(raised.value))
         with pytest.raises(InvalidArgument) as raised:
-            OneBitAdam(nn.Linear(3, 3 + comm.rank).parameters(), warm_up=1, communicator=comm)
+            OneBitAdam(nn.Linear(3, 3 + comm.rank).parameters(), warm_up=1, ranks=comm)
         return [*texts, str(raised.value)]
 
     for warm_up, rates, shapes in run(2, body):
@@ -228,7 +233,9 @@ def test_parameters_without_names_and_all_ranks_beginning_alike() -> None:
         with torch.no_grad():
             model[0].weight.add_(comm.rank)
         groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-4}]
-        optimizer = OneBitAdam(groups, warm_up=1, min_elements=0, communicator=comm)
+        optimizer = OneBitAdam(
+            groups, compression=Compression("onebit", min_elements=0), warm_up=1, ranks=comm
+        )
         for step in range(3):
             x, y = batch(step, comm.rank)
             loss = optimizer.step(lambda x=x, y=y: backward(model, x, y))
@@ -251,7 +258,9 @@ def test_parameters_without_names_and_all_ranks_beginning_alike() -> None:
 def over_a_group() -> tuple[bytes, bool]:
     model = small()
     ddp = DistributedDataParallel(model)
-    optimizer = OneBitAdam(model.named_parameters(), 0.01, warm_up=2, min_elements=0)
+    optimizer = OneBitAdam(
+        model.named_parameters(), 0.01, compression=Compression("onebit", min_elements=0), warm_up=2
+    )
     for step in range(4):
         optimizer.zero_grad()
         with ddp.no_sync():

@@ -10,6 +10,7 @@ from gradwire import Communicator
 from gradwire.torch import DeMo, DistributedLion, OneBitAdam
 from local_training import seeding
 from ranks import run
+from replicated_training import settings_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -45,7 +46,7 @@ def train(make: Any, **settings: Any) -> float:
                 *(nn.Embedding(WORDS, 24), nn.Flatten(), nn.Linear(24 * CONTEXT, 128)),
                 *(nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, WORDS)),
             )
-        optimizer = make(model.named_parameters(), communicator=comm, **settings)
+        optimizer = make(model.named_parameters(), ranks=comm, **settings_of(**settings))
         rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.05, STEPS)
         source = torch.Generator().manual_seed(comm.rank)
         for _ in range(STEPS):

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from gradwire._base.arguments import wrong
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 
 _OTHERS = "other objects travel by Communicator.broadcast_object()"
 
@@ -21,17 +20,17 @@ def broadcast_parameters(
     params: Mapping[str, torch.Tensor | None] | Iterable[tuple[str, torch.Tensor | None]],
     root: int = 0,
     *,
-    communicator: Communicator | None = None,
+    ranks: RanksLike = None,
 ) -> None:
     """Gives all ranks the root's tensors, in place; every rank calls it.
 
     `params` is ``model.state_dict()`` or ``model.named_parameters()``: dense tensors of any type
-    and shape, on the CPU or a GPU; None values are skipped. Without a communicator, one is made for
-    this call over torch's default process group. Raises InvalidArgument on all ranks when names,
-    types or shapes differ from the root's.
+    and shape, on the CPU or a GPU; None values are skipped. `ranks` are torch's default group if
+    None, over which a communicator is made for this call; see `Ranks`. Raises InvalidArgument on
+    all ranks when names, types or shapes differ from the root's.
     """
     tensors = _named(params)
-    with _communicator(communicator) as over:
+    with _connected(ranks) as over:
         own = {name: (str(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
         roots = over.broadcast_object(own, root=root)
         _raise_on_all(over, _difference(own, roots, over.rank, root))
@@ -39,15 +38,14 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root: int = 0, *, communicator: Communicator | None = None
+    optimizer: torch.optim.Optimizer, root: int = 0, *, ranks: RanksLike = None
 ) -> None:
     """Gives all ranks the state and options (``lr``, ...) of the root's optimizer; all call it.
 
     The other ranks' optimizers may be fresh, or have a state, which is replaced. Tensors get the
     root's types; everything else travels by pickle (see `Communicator.broadcast_object`), so use it
-    only between ranks that trust each other. Without a communicator, one is made for this call over
-    torch's default process group. Raises InvalidArgument on all ranks when parameters are grouped
-    differently from the root's.
+    only between ranks that trust each other. `ranks` are as in `broadcast_parameters`. Raises
+    InvalidArgument on all ranks when parameters are grouped differently from the root's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise wrong(optimizer, "optimizer", "an optimizer of torch's")
@@ -57,7 +55,7 @@ def broadcast_optimizer_state(
             "a ZeroRedundancyOptimizer has another part of the state on each rank: save it with "
             "consolidate_state_dict() and load_state_dict()"
         )
-    with _communicator(communicator) as over:
+    with _connected(ranks) as over:
         tensors: list[torch.Tensor] = []
         own = _snapshot(optimizer, tensors) if over.rank == root else None
         roots: _Snapshot = over.broadcast_object(own, root=root)
@@ -216,16 +214,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _communicator(given: Communicator | None) -> Iterator[Communicator]:
-    if given is not None:
-        yield given
-        return
-    if not (dist.is_available() and dist.is_initialized()):
-        raise InvalidArgument(
-            "there is no process group: give communicator=, or call "
-            "torch.distributed.init_process_group() first"
-        )
-    group = dist.group.WORLD
-    assert group is not None  # the process group is initialized
-    with communicator_of(group) as made:
-        yield made
+def _connected(ranks: RanksLike) -> Iterator[Communicator]:
+    communicator, owns = ranks_of(ranks).connect(alone=True)
+    with communicator if owns else contextlib.nullcontext():
+        yield communicator

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from gradwire._base.arguments import instance, seconds
+from gradwire._base.arguments import seconds
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import InvalidArgument, RendezvousError, first_line
+from gradwire._errors import RendezvousError, first_line
 from gradwire.torch.backend.endpoint import endpoint_of
 from gradwire.torch.backend.rendezvous import join_world
 
@@ -67,25 +67,6 @@ def communicator_over(
     return communicator_of(group, timeout), True
 
 
-def chosen_communicator(
-    given: Communicator | None, group: dist.ProcessGroup | None, timeout: float | None
-) -> tuple[Communicator, bool]:
-    """The communicator to use, given or of a group, and whether it was made for that."""
-    if given is not None:
-        if group is not None:
-            raise InvalidArgument("give communicator= or process_group=, not both")
-        return instance(given, "communicator", Communicator, "what gradwire.init() returned"), False
-    chosen = group
-    if chosen is None and dist.is_available() and dist.is_initialized():
-        chosen = dist.group.WORLD
-    if chosen is None:
-        raise InvalidArgument(
-            "there is no process group: give communicator=gradwire.init(), or call "
-            "torch.distributed.init_process_group() first"
-        )
-    return communicator_over(chosen, timeout)
-
-
 def _job_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The number of each member in WORLD; empty for a group that torch does not know."""
     try:
@@ -109,7 +90,7 @@ def _all_gather_bytes(group: dist.ProcessGroup, data: bytes, deadline: Deadline)
             f"another rank of the process group ended, or did not register in time: which one, "
             f"torch did not tell rank {group.rank()} ({first_line(error)}); all its ranks must "
             "register, and it needs a backend for CPU tensors, such as gloo, or NCCL; or give "
-            "communicator="
+            "ranks="
         ) from None
     return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 

@@ -48,7 +48,7 @@ class Compression:
     Raises InvalidArgument for what cannot be.
     """
 
-    codec: CodecChoice = "none"
+    codec: CodecChoice
     _: KW_ONLY
     rules: Sequence[tuple[str, CodecChoice]] = ()
     min_elements: int = 1024

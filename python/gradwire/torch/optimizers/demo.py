@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from gradwire._base.arguments import number, whole
-from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
+from gradwire.torch._ranks.ranks import RanksLike
 from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.optimizers.dct import Tiles
@@ -53,9 +52,7 @@ class DeMo(ReplicatedOptimizer):
         weight_decay: float = 0.0,
         algorithm: str = "auto",
         scaler: Scaler | None = None,
-        communicator: Communicator | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
+        ranks: RanksLike = None,
     ) -> None:
         """Gives all ranks rank 0's parameters; every rank calls it, before training.
 
@@ -73,9 +70,7 @@ class DeMo(ReplicatedOptimizer):
             {"lr": lr, "decay": decay, "weight_decay": weight_decay},
             {"top_k": top_k, "chunk": chunk},
             scaler=scaler,
-            communicator=communicator,
-            process_group=process_group,
-            timeout=timeout,
+            ranks=ranks,
         )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Averages, are_finite, averaging_exchange
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
-from gradwire.torch.exchange.rules import CodecChoice, Rules
+from gradwire.torch.exchange.rules import Rules
 from gradwire.torch.optimizers.replicated import ReplicatedOptimizer
 
 _HAS_GRADIENT, _IS_WRONG = 1, 2  # what a rank tells of a parameter; the highest number counts
@@ -33,18 +33,17 @@ class ExchangingOptimizer(ReplicatedOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         settings: Mapping[str, object],
-        rules: Rules,
-        patterns: Sequence[tuple[str, CodecChoice]],
+        compression: Compression,
+        table: Rules,
         *,
-        feedback: ErrorFeedback | bool | None,
         algorithm: str,
         **others: Any,
     ) -> None:
-        """`rules` say in which codec each parameter's tensor travels; `patterns` are theirs."""
-        self.feedback = Compression(feedback=feedback).residuals(rules)
-        self._rules, self._patterns, self._algorithm = rules, patterns, algorithm
+        """`table` says in which codec each parameter's tensor travels; `compression` made it."""
+        self.feedback = compression.residuals(table)
+        self._rules, self._patterns, self._algorithm = table, compression.rules, algorithm
         keeps = {"feedback": self.feedback is not None}
-        super().__init__(params, defaults, {**settings, **keeps}, **others)
+        super().__init__(params, defaults, {**compression.alike, **settings, **keeps}, **others)
         persistent_state_of(self.feedback).state = weakref.ref(self)
 
     def _check(self) -> None:

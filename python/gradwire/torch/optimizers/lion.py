@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from gradwire._base.arguments import wrong
-from gradwire._base.rules import require_pairs
-from gradwire._communicator import Communicator
-from gradwire._feedback import ErrorFeedback
+from gradwire.torch._ranks.ranks import RanksLike
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.gradient_scale import Scaler
-from gradwire.torch.exchange.rules import CodecChoice, Rules
 from gradwire.torch.optimizers import clipping
 from gradwire.torch.optimizers.exchanging import ExchangingOptimizer
 
@@ -44,15 +42,10 @@ class DistributedLion(ExchangingOptimizer):
         weight_decay: float = 0.0,
         *,
         vote: Literal["majority", "mean"] = "majority",
-        codec: CodecChoice = "onebit",
-        feedback: ErrorFeedback | bool | None = None,
-        rules: Sequence[tuple[str, CodecChoice]] = (),
-        min_elements: int = 1024,
+        compression: CompressionLike = "onebit",
         algorithm: str = "direct",
         scaler: Scaler | None = None,
-        communicator: Communicator | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
+        ranks: RanksLike = None,
     ) -> None:
         """Gives all ranks rank 0's parameters; every rank calls it, before training.
 
@@ -60,27 +53,26 @@ class DistributedLion(ExchangingOptimizer):
         as many times more. `betas` are the factors of the momentum in the vote and in the momentum
         itself.
 
-        `codec` is how votes of -1, 0 and 1 travel. ``"onebit"`` is exact in ``"direct"``, in which
-        one rank counts all votes of an element; other algorithms encode partial counts. Without
-        `feedback` (None) nothing is kept of votes that were lost; with ``vote="mean"`` and a biased
-        codec, None keeps them. The other arguments are as in `OneBitAdam`.
+        `compression` is how votes of -1, 0 and 1 travel. ``"onebit"`` is exact in ``"direct"``, in
+        which one rank counts all votes of an element; other algorithms encode partial counts. A
+        majority needs no votes that were lost, so ``feedback=None`` keeps none there. The other
+        arguments are as in `OneBitAdam`.
         """
         if vote not in ("majority", "mean"):
             raise wrong(vote, "vote", "'majority' or 'mean'")
-        require_pairs(rules)
         self._by_majority = vote == "majority"
+        given = compression_of(compression, warms_up=False)
+        if self._by_majority and given.feedback is None:
+            given = replace(given, feedback=False)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay},
-            {"vote": vote, "min_elements": min_elements},
-            Rules(codec, rules, min_elements),
-            rules,
-            feedback=False if feedback is None and self._by_majority else feedback,
+            {"vote": vote},
+            given,
+            given.table,
             algorithm=algorithm,
             scaler=scaler,
-            communicator=communicator,
-            process_group=process_group,
-            timeout=timeout,
+            ranks=ranks,
         )
 
     def _step_with(self, gradients: Mapping[str, torch.Tensor]) -> bool:

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from gradwire._base.arguments import number, whole
-from gradwire._base.rules import require_pairs
-from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
+from gradwire.torch._ranks.ranks import RanksLike
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.rules import CodecChoice
 from gradwire.torch.optimizers import clipping
@@ -67,18 +65,13 @@ class OneBitAdam(ExchangingOptimizer):
         weight_decay: float = 0.01,
         *,
         warm_up: int,
-        codec: CodecChoice = "onebit",
+        compression: CompressionLike = "onebit",
         warm_up_codec: CodecChoice = "int8",
         every: int = 1,
         clip_norm: float | None = None,
-        feedback: ErrorFeedback | bool | None = None,
-        rules: Sequence[tuple[str, CodecChoice]] = (),
-        min_elements: int = 1024,
         algorithm: str = "auto",
         scaler: Scaler | None = None,
-        communicator: Communicator | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
+        ranks: RanksLike = None,
     ) -> None:
         """Gives all ranks rank 0's parameters; every rank calls it, before training.
 
@@ -90,10 +83,10 @@ class OneBitAdam(ExchangingOptimizer):
 
         `warm_up` is in steps, 20 to 30 % of the training, and longer than the learning rate's own
         warm-up. It counts by parameter: one that is thawed or added later has its own.
-        `warm_up_codec` should be close to lossless: "none", "bf16", "int8". `codec`, `feedback`,
-        `rules` and `min_elements` are as in `register`, for momenta; `rules` hold after the
-        warm-up. A function of the step (`Stages`) gets the number of steps made. `algorithm` is as
-        in `Communicator.all_reduce`.
+        `warm_up_codec` should be close to lossless: "none", "bf16", "int8". `compression` is that
+        of momenta, a codec or a `Compression` without `warm_up`; its rules hold after the warm-up.
+        A function of the step (`Stages`) gets the number of steps made. `algorithm` is as in
+        `Communicator.all_reduce`.
 
         With `every` above 1, momenta travel only at every so many steps after the warm-up, those
         with `steps` a multiple of it. In the steps between, each rank moves by its own momentum, so
@@ -108,28 +101,24 @@ class OneBitAdam(ExchangingOptimizer):
         that independent gradients have whose average has `clip_norm`.
 
         `scaler` is the GradScaler of the loss, if there is one; ``scaler.step(opt)`` and
-        ``scaler.unscale_(opt)`` are as usual. Without a communicator, `process_group` is used,
-        torch's default group if None, as in `DiLoCo`. Raises RendezvousError, and InvalidArgument,
-        on all ranks for settings or parameters that differ between ranks.
+        ``scaler.unscale_(opt)`` are as usual. `ranks` are torch's default group if None; see
+        `Ranks`. Raises RendezvousError, and InvalidArgument, on all ranks for settings or
+        parameters that differ between ranks.
         """
         self._warm_up = whole(warm_up, "warm_up", least=1)
         self._every = whole(every, "every", least=1)
         self._clip_norm = None if clip_norm is None else clipping.require_norm(clip_norm)
-        require_pairs(rules)
-        self._choices = WarmUpRules(codec, rules, min_elements, warm_up_codec)
+        given = compression_of(compression, warms_up=False)
+        self._choices = WarmUpRules(given, warm_up_codec)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            {"warm_up": warm_up, "every": every, "clip_norm": clip_norm}
-            | {"min_elements": min_elements},
+            {"warm_up": warm_up, "every": every, "clip_norm": clip_norm},
+            given,
             self._choices,
-            rules,
-            feedback=feedback,
             algorithm=algorithm,
             scaler=scaler,
-            communicator=communicator,
-            process_group=process_group,
-            timeout=timeout,
+            ranks=ranks,
         )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

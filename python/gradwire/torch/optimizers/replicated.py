@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from gradwire._base.arguments import instance, seconds
+from gradwire._base.arguments import instance
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcast_parameters
 from gradwire.torch._ranks.checksums import checksum, require_agreement
-from gradwire.torch._ranks.group import chosen_communicator
+from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import require_alike
 from gradwire.torch.exchange import saved as saving
 from gradwire.torch.exchange.gradient_scale import Scaler
@@ -43,21 +42,18 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         settings: Mapping[str, object],
         *,
         scaler: Scaler | None,
-        communicator: Communicator | None,
-        process_group: dist.ProcessGroup | None,
-        timeout: float | None,
+        ranks: RanksLike,
     ) -> None:
         """Gives all ranks rank 0's parameters; raises on all when `settings` differ."""
         self.closed, self.error, self._owns = False, None, False
         self._without_gradient: set[str] = set()  # of this rank, in the step under way
         self.steps = self.skipped_steps = 0
         self._loss_scale = LossScale(scaler)
-        if timeout is not None:
-            seconds(timeout)
+        over = ranks_of(ranks)
         super().__init__(params, defaults)
         self._names = listed.names(self.param_groups)
         self._check()
-        self.communicator, self._owns = chosen_communicator(communicator, process_group, timeout)
+        self.communicator, self._owns = over.connect()
         try:
             options = {"param_groups": listed.options(self.param_groups)}
             own = {**settings, **options, "scaler": scaler is not None}
@@ -283,7 +279,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _share_parameters(self, groups: Iterable[Mapping[str, Any]]) -> None:
         named = {self._names[each]: each for group in groups for each in group["params"]}
-        broadcast_parameters(named, communicator=self.communicator)
+        broadcast_parameters(named, ranks=self.communicator)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         listed.require_fitting(saved, self.param_groups, self._names)
@@ -305,8 +301,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _share_from(self, root: int) -> None:
         named = {name: each for each, name in self._names.items()}
-        broadcast_parameters(named, root, communicator=self.communicator)
-        broadcast_optimizer_state(self, root, communicator=self.communicator)
+        broadcast_parameters(named, root, ranks=self.communicator)
+        broadcast_optimizer_state(self, root, ranks=self.communicator)
 
     def _count_skipped(self) -> None:
         self.skipped_steps += 1

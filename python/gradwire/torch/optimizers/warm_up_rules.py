@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gradwire._calls.reductions import CodecLike
+from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.rules import CodecChoice, Rules
 
 
 class WarmUpRules(Rules):
     """Rules that hold after the warm-up of a parameter; before it has ended, one codec for all."""
 
-    def __init__(
-        self,
-        codec: CodecChoice,
-        rules: Sequence[tuple[str, CodecChoice]],
-        min_elements: int,
-        warm_up_codec: CodecChoice,
-    ) -> None:
+    def __init__(self, given: Compression, warm_up_codec: CodecChoice) -> None:
         """Raises InvalidArgument for an unknown codec."""
-        super().__init__(codec, rules, min_elements)
-        self._before = Rules(warm_up_codec, (), min_elements)
+        super().__init__(given.codec, given.rules, given.min_elements)
+        self._before = Rules(warm_up_codec, (), given.min_elements)
         self.needs_feedback = self.needs_feedback or self._before.needs_feedback
         self._varies = True
         self.warming: frozenset[str] = frozenset()  # the parameters in their warm-up

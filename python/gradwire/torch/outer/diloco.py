@@ -138,7 +138,7 @@ class DiLoCo:
             require_algorithm(algorithm, self._rules.lossy, over)
             require_alike(over, "DiLoCo()", settings)
             tensors = [*model.named_parameters(), *model.named_buffers()]
-            broadcast_parameters(tensors, communicator=over)
+            broadcast_parameters(tensors, ranks=over)
         except BaseException:
             if self._owns:
                 over.close()
