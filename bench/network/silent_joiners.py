@@ -138,7 +138,7 @@ def _run_rank(meet: str, seconds: float) -> None:
     import gradwire
     import numpy as np
 
-    comm = gradwire.init(timeout=120.0)
+    comm = gradwire.init(timeout=120.0, elastic=True)
     x, steps, began = np.zeros(1000, np.float32), 0, time.monotonic()
     while not x[0]:
         x[:] = float(comm.rank == 0 and time.monotonic() > began + seconds)

@@ -18,6 +18,7 @@ from gradwire._errors import (
     Aborted,
     Error,
     InvalidArgument,
+    JobOver,
     RendezvousError,
     ScheduleError,
     Timeout,
@@ -27,6 +28,7 @@ from gradwire._launch import at_exit as _at_exit  # noqa: F401 - before what pro
 
 if TYPE_CHECKING:
     from gradwire import codec
+    from gradwire._base.stops import catch_stops
     from gradwire._calls.work import Work
     from gradwire._communicator import Communicator, Traffic
     from gradwire._feedback import ErrorFeedback
@@ -49,6 +51,7 @@ __all__ = [
     "Error",
     "ErrorFeedback",
     "InvalidArgument",
+    "JobOver",
     "RendezvousError",
     "Report",
     "Schedule",
@@ -61,6 +64,7 @@ __all__ = [
     "Work",
     "advise",
     "algorithms",
+    "catch_stops",
     "codec",
     "codecs",
     "init",
@@ -84,6 +88,7 @@ _HOMES = {
     "Work": "gradwire._calls.work",
     "advise": "gradwire.lab.planner.advice",
     "algorithms": "gradwire._schedules.schedule",
+    "catch_stops": "gradwire._base.stops",
     "codec": "gradwire.codec",
     "init": "gradwire._init",
     "join": "gradwire._init",

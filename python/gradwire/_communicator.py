@@ -141,6 +141,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
         self._listener: JoinListener | None = None
+        self._accepts_joins = False
         self._making_gpu, self._opening_listener = threading.Lock(), threading.Lock()
         at_exit.track(self)
 
@@ -294,16 +295,13 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def should_stop(self) -> bool:
         """Whether a rank was asked to stop; the same on all ranks that have made the same calls.
 
-        A rank is asked by SIGTERM or SIGUSR1, by the end of its time slot (`gradwire run --slot`,
-        ``GRADWIRE_SLOT_ENDS``, Slurm's time limit) less a margin, or by `request_stop`. The frames
+        A rank is asked by `request_stop`, by the end of its time slot (`gradwire run --slot`,
+        ``GRADWIRE_SLOT_ENDS``, Slurm's time limit) less a margin, or, once it has called
+        `gradwire.catch_stops` or ``init(stops=True)``, by SIGTERM or SIGUSR1. The frames
         of all_reduce, reduce_scatter, all_gather and barrier carry that: this is true on all ranks
         once one of them was asked before it began one of these calls that were made so far. Nothing
-        is sent. It waits for calls that are under way, and stays true.
-
-        The first call on the main thread catches both signals until the communicator is closed. A
-        handler of the program's own is called too, and a second SIGTERM does what it would do
-        otherwise. Raises the communicator's failure, and InvalidArgument for a variable that is no
-        time.
+        is sent. It waits for calls that are under way, and stays true. Raises the communicator's
+        failure, and InvalidArgument for a variable that is no time.
         """
         stops.watch(self)
         return self._stop_agreed()
@@ -315,24 +313,36 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         """
         self._core.request_stop()
 
+    def accept_joins(self) -> None:
+        """Lets processes ask to join by `gradwire.join` from now on; every rank calls it.
+
+        ``init(elastic=True)``, `join` and `resize` have done so. Rank 0 listens, and writes into
+        the launcher's store where; a store that is not there any more it serves itself, at the same
+        address. If that is not possible, a warning says why. Processes of a job can join one
+        communicator at a time, the last one that accepts them: not several, or splits. Raises
+        RendezvousError under torchrun without a GRADWIRE_SECRET.
+        """
+        require_secret_to_join(self._mesh)
+        self._accepts_joins = True
+        if self.rank == 0 and not self.closed:
+            with self._opening_listener:
+                if self._listener is None:
+                    self._use_listener(open_listener(self._mesh))
+
     def should_resize(self) -> bool:
         """Whether a process wants to join; the same on all ranks that have made the same calls.
 
         All ranks then call `resize`, at the same place. The frames of all_reduce, reduce_scatter,
         all_gather and barrier carry it, as they do for `should_stop`: this is true on all ranks
         once somebody had asked before rank 0 began one of these calls. Nothing is sent. It waits
-        for calls that are under way, and stays true.
-
-        The first call on rank 0 opens the listener that `gradwire.join` asks, and writes into the
-        launcher's store where it is; one that is not there any more rank 0 serves itself, at the
-        same address. If that is not possible, a warning says why. A job has one listener, that of
-        the communicator that called this last: not one for each of several, or of splits. Raises
-        the communicator's failure, and RendezvousError under torchrun without a GRADWIRE_SECRET.
+        for calls that are under way, and stays true. Raises the communicator's failure, and
+        InvalidArgument before `accept_joins`.
         """
-        require_secret_to_join(self._mesh)
-        if self._listener is None and self.rank == 0 and not self.closed:
-            with self._opening_listener:
-                self._use_listener(self._listener or open_listener(self._mesh))
+        if not self._accepts_joins:
+            raise InvalidArgument(
+                f"rank {self.rank}: no process can ask to join this communicator: call "
+                "accept_joins() on all ranks first, or init(elastic=True)"
+            )
         found = self._core.should_resize()
         if self._gpu is not None:
             found = self._gpu.should_resize() or found
@@ -407,6 +417,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
             if options.listener is not None:
                 options.listener.close()
             raise
+        made._accepts_joins = True
         if options.listener is not None:
             made._use_listener(options.listener)
         return made

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.stops import catch_stops
 from gradwire._bootstrap import launch_info, rendezvous
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, JobOver, RendezvousError
-from gradwire._launch import at_exit, restarted
+from gradwire._launch import at_exit
 
 
 def init(
@@ -22,6 +23,7 @@ def init(
     timeout: float = 300,
     secret: bytes | str | None = None,
     elastic: bool = False,
+    stops: bool = False,
 ) -> Communicator:
     """Connects this rank to all others; returns the communicator. Every rank calls it as often.
 
@@ -35,9 +37,10 @@ def init(
     (GRADWIRE_SECRET, GRADWIRE_SECRET_FILE) authenticates the ranks to each other: at least 16
     bytes, required for a ``tcp://`` store, on loopback too (GRADWIRE_INSECURE).
 
-    With `elastic`, a process that `gradwire run --min` has started anew (GRADWIRE_JOIN) calls
-    `join` instead: then ``comm.joined`` is not 0, and it needs the others' state. Where these have
-    come to the end, there is nothing to do, and the program ends with exit code 0 (SystemExit).
+    With `elastic`, processes may ask to join (`Communicator.accept_joins`), and one that `gradwire
+    run --min` has started anew (GRADWIRE_JOIN) calls `join` instead: then ``comm.joined`` is not 0,
+    and it needs the others' state. Where these have come to the end, it raises JobOver; `gradwire
+    run` does not count that as a failure. With `stops` it calls `catch_stops`, too.
 
     Raises RendezvousError, which names the missing ranks or what to set, TransportError when a rank
     dies meanwhile, and InvalidArgument.
@@ -45,7 +48,7 @@ def init(
     environment.check()
     if (rank is None) != (size is None):
         raise InvalidArgument("rank= and size= are given together, or neither")
-    elastic = arguments.flag(elastic, "elastic")
+    elastic, stops = arguments.flag(elastic, "elastic"), arguments.flag(stops, "stops")
     if rank is not None and size is not None:
         launch = launch_info.explicit(rank, size, store)
     elif store is not None:
@@ -54,22 +57,35 @@ def init(
         launch = launch_info.from_environment()
         if environment.flag("GRADWIRE_JOIN"):
             if elastic:
-                return restarted.joined(
-                    lambda: join(transports=transports, timeout=timeout, secret=secret)
-                )
+                made = join(transports=transports, timeout=timeout, secret=secret)
+                return _prepared(made, elastic=False, stops=stops)
             raise RendezvousError(
                 f"this process replaces rank {launch.rank}, which failed, and the other ranks go "
                 "on without init(): call init(elastic=True), or gradwire.join(), and take their "
                 "state, or start the program without `gradwire run --min`"
             )
     limit = arguments.seconds(timeout)
-    return rendezvous.rendezvous(
+    made = rendezvous.rendezvous(
         launch,
         lambda mesh: from_mesh(mesh, timeout=limit),
         timeout=limit,
         transports=transports,
         secret=secret,
     )
+    return _prepared(made, elastic, stops)
+
+
+def _prepared(made: Communicator, elastic: bool, stops: bool) -> Communicator:
+    """Opens what init() was asked for; closes the communicator where that fails."""
+    try:
+        if elastic:
+            made.accept_joins()
+        if stops:
+            catch_stops()
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def join(
@@ -125,4 +141,5 @@ def join(
         at_exit.note_late()
         raise
     at_exit.note_joined()
+    joined._accepts_joins = True
     return joined

@@ -151,6 +151,7 @@ def train(
     """Trains until told to end; a vector of parameters, the same on all ranks after each step."""
     values, steps = np.zeros(_ELEMENTS), 0
     digests: dict[tuple[int, int], str] = {}
+    comm.accept_joins()
     while True:
         try:
             head = np.array([steps], np.int64)

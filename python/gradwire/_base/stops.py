@@ -1,7 +1,7 @@
 """Requests that this process's job stops: signals, and the end of its time slot.
 
-`Communicator.should_stop` watches for them, and its core tells the other ranks. Before the first
-such call signals do what they did: a program that never asks must end at SIGTERM.
+`catch_stops` catches the signals; before it they do what they did, since a program that never asks
+must end at SIGTERM. `Communicator.should_stop` asks, and its core tells the other ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,32 @@ _log = logging.getLogger("gradwire")
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 _handlers: list[_Handler] = []
 _lock = threading.RLock()  # guards these; a handler of the program may close a communicator
-_warned = False
+_is_wanted = False  # whether the program has called catch_stops()
+
+
+def catch_stops() -> None:
+    """Makes SIGTERM and SIGUSR1 ask this process's job to stop, as `request_stop` does.
+
+    `should_stop`, of a communicator or of a trainer, then says so on all ranks. Call it on the main
+    thread; elsewhere a warning says that signals do what they did. Handlers of the program's own
+    are called too, and a second SIGTERM does what it would do otherwise. Where the last
+    communicator that was asked closes, signals do again what they did before.
+    """
+    global _is_wanted
+    _is_wanted = True
+    if threading.current_thread() is not threading.main_thread():
+        _log.warning(
+            "catch_stops() was called on a thread that may not catch signals: call it on the main "
+            "thread, or SIGTERM and SIGUSR1 end this process as usual"
+        )
+    with _lock:
+        _install()
 
 
 def watch(watcher: Any) -> None:
-    """Makes signals and the slot's end ask for a stop, until `release` was called for all watchers.
+    """Makes the slot's end, and signals if wanted, ask for a stop until `release` for all watchers.
 
-    Signals are caught from the first call on the main thread on. Raises InvalidArgument for a
-    variable of the environment that is no time.
+    Raises InvalidArgument for a variable of the environment that is no time.
     """
     with _lock:
         if watcher not in _watchers:
@@ -45,9 +63,7 @@ def watch(watcher: Any) -> None:
             except InvalidArgument as error:
                 raise InvalidArgument(f"rank {watcher.rank}: {error}") from None
             _watchers.add(watcher)
-        if not all(each.is_ours for each in _handlers):
-            _uninstall()  # those of the process that this one was forked from
-        if not _handlers:
+        if _is_wanted:
             _install()
 
 
@@ -60,15 +76,10 @@ def release(watcher: object) -> None:
 
 
 def _install() -> None:
-    global _warned
-    if threading.current_thread() is threading.main_thread():
+    if not all(each.is_ours for each in _handlers):
+        _uninstall()  # those of the process that this one was forked from
+    if not _handlers and threading.current_thread() is threading.main_thread():
         _handlers.extend(map(_Handler, SIGNALS))
-    elif not _warned:
-        _warned = True
-        _log.warning(
-            "should_stop() was called on a thread that may not catch signals: call it once on the "
-            "main thread, or SIGTERM and SIGUSR1 end this process as usual"
-        )
 
 
 def _uninstall() -> None:

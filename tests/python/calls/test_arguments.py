@@ -127,6 +127,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[An
             "rank": NO_WHOLE,
             "size": NO_WHOLE,
             "elastic": NO_FLAG,
+            "stops": NO_FLAG,
             "store": NO_TEXT,
             "transports": NO_ITEMS,
             "timeout": [None, *NO_SECONDS],

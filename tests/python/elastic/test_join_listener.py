@@ -35,7 +35,8 @@ def test_who_finds_no_room_causes_no_resize(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GRADWIRE_MAX_RANKS", "2")
 
     def body(comm: Communicator) -> Any:
-        asked = comm.should_resize()  # opens the listener
+        comm.accept_joins()
+        asked = comm.should_resize()
         if comm.rank == 0:
             eventually(lambda: comm._listener._joiners)  # type: ignore[union-attr]
         for _ in range(2):  # also in the communicator that the listener is handed to
@@ -72,7 +73,7 @@ def test_threads_open_one_listener_together(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(_communicator, "open_listener", opens)
     with gradwire.init(rank=0, size=1) as comm, ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda _: comm.should_resize(), range(2))) == [False, False]
+        assert list(pool.map(lambda _: comm.accept_joins(), range(2))) == [None, None]
         assert opened == [comm._listener]
     for each in opened:
         each.close()
@@ -99,7 +100,7 @@ def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
     comm = gradwire.init(rank=0, size=1, store=str(first), secret=SECRET)
     job = comm._mesh.job
     with comm, StoreServer(second, job.name, SECRET.encode()):
-        assert not comm.should_resize()  # nobody serves the first
+        comm.accept_joins()  # nobody serves the first
         with comm.resize(store=str(second)):
             limit = Deadline(10)
             with contextlib.closing(
@@ -165,6 +166,7 @@ def test_no_thread_of_the_program_waits_for_a_store_whose_host_is_gone(
     monkeypatch.setattr(join_listener, "StoreClient", host.client)
     monkeypatch.setattr(join_listener, "_CLOSE_SECONDS", 0.01)
     with gradwire.init(rank=0, size=1, store="unix://silent", secret=SECRET) as comm:
+        comm.accept_joins()
         assert not comm.should_resize()
         assert host.asked.wait(LIMIT)
         comm = comm.resize()
@@ -195,7 +197,7 @@ def test_a_child_holds_nothing_of_a_join_listener() -> None:
     """Neither its sockets nor those of a store that it serves: who connects would wait in vain."""
     with gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm:
         before = held().descriptors
-        assert not comm.should_resize()
+        comm.accept_joins()
         eventually(lambda: not comm._listener._renew.passed)  # type: ignore[union-attr]
         assert held().descriptors.total() > before.total()
         reads, writes = os.pipe()

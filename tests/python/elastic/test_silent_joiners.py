@@ -40,6 +40,7 @@ def opened() -> Iterator[tuple[Communicator, JoinListener]]:
     with gradwire.init(rank=0, size=1, store="unix://nobody", secret=SECRET) as comm:
         listener = open_listener(comm._mesh)
         comm._use_listener(listener)
+        comm._accepts_joins = True
         yield comm, listener
 
 

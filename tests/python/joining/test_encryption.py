@@ -250,7 +250,7 @@ def fail(*_: object) -> None:
 def test_who_joins_with_another_setting_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"unix://{secrets.token_hex(8)}"
     with gradwire.init(rank=0, size=1, store=store, secret=SECRET) as comm:
-        comm.should_resize()
+        comm.accept_joins()
         monkeypatch.setattr(joining, "client_handshake", fail)
         with pytest.raises(gradwire.RendezvousError, match="cannot join job 'gradwire': it has"):
             gradwire.join(store=store, secret=SECRET, timeout=10 * LIMIT)

@@ -215,7 +215,7 @@ def enter_torchrun(rank: int, port: int) -> None:
         os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize("call", ["should_resize", "resize"])
+@pytest.mark.parametrize("call", ["accept_joins", "resize"])
 def test_without_a_secret_no_door_is_opened_in_torchs_store(torchs_store: str, call: str) -> None:
     port = int(torchs_store.rpartition(":")[2])
 

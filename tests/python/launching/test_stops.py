@@ -32,6 +32,8 @@ def _steps(comm: Communicator, asks: Callable[[int], None], steps: int = STEPS) 
 
 
 def _killed(comm: Communicator, rank: int, number: int) -> list[bool]:
+    gradwire.catch_stops()
+
     def asks(step: int) -> None:
         if comm.rank == rank and step == KILLED_AT:
             os.kill(os.getpid(), number)
@@ -212,7 +214,7 @@ def test_a_rank_that_dies_is_an_error_and_no_answer() -> None:
 
 def test_a_second_sigterm_ends_the_program() -> None:
     def body(comm: Communicator) -> None:
-        comm.should_stop()
+        gradwire.catch_stops()
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -228,8 +230,9 @@ def test_a_second_sigterm_ends_the_program() -> None:
     os.close(heard)
 
 
-def test_before_the_first_question_a_signal_does_what_it_did() -> None:
+def test_a_signal_that_is_not_caught_does_what_it_did() -> None:
     def body(comm: Communicator) -> None:
+        comm.should_stop()
         os.kill(os.getpid(), signal.SIGTERM)
 
     (found,) = ranks.outcomes(1, body, transport="shm", processes=True)
@@ -244,6 +247,7 @@ def test_handlers_of_the_program_are_called_and_put_back() -> None:
         ]
         assert own
         set_by_program = [signal.getsignal(each) for each in stops.SIGNALS]
+        gradwire.catch_stops()
         comm.should_stop()
         other = comm.split(0)
         assert other is not None
@@ -264,6 +268,7 @@ def test_handlers_of_the_program_are_called_and_put_back() -> None:
 def test_a_communicator_that_is_dropped_puts_handlers_back() -> None:
     def body(comm: Communicator) -> list[bool]:
         before = [signal.getsignal(each) for each in stops.SIGNALS]
+        gradwire.catch_stops()
         other = comm.split(0)
         assert other is not None
         other.should_stop()
@@ -277,6 +282,7 @@ def test_a_communicator_that_is_dropped_puts_handlers_back() -> None:
 
 def test_a_handler_that_was_set_since_stays() -> None:
     def body(comm: Communicator) -> bool:
+        gradwire.catch_stops()
         comm.should_stop()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         comm.close()
@@ -287,7 +293,7 @@ def test_a_handler_that_was_set_since_stays() -> None:
 
 def test_a_forked_helper_ends_at_sigterm() -> None:
     def body(comm: Communicator) -> tuple[int, bool]:
-        comm.should_stop()
+        gradwire.catch_stops()
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -300,7 +306,7 @@ def test_a_forked_helper_ends_at_sigterm() -> None:
 
 def test_ranks_forked_from_a_program_that_asks_catch_signals_of_their_own() -> None:
     def body(comm: Communicator) -> list[bool]:
-        comm.should_stop()
+        gradwire.catch_stops()
         found = gradwire.spawn(_killed, 2, args=(1, signal.SIGTERM))
         assert not comm.should_stop()
         return found
@@ -312,10 +318,11 @@ def test_ranks_forked_from_a_program_that_asks_catch_signals_of_their_own() -> N
 def test_off_the_main_thread_a_warning_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stops, "_warned", False)
+    monkeypatch.setattr(stops, "_is_wanted", False)
     with caplog.at_level(logging.WARNING, "gradwire"):
-        assert ranks.run(2, _steps, lambda step: None) == [[False] * STEPS] * 2
-    assert caplog.text.count("call it once on the main thread") == 1
+        assert ranks.run(1, lambda _: gradwire.catch_stops()) == [None]
+        assert ranks.run(1, _steps, lambda step: None) == [[False] * STEPS]
+    assert caplog.text.count("call it on the main thread") == 1
 
 
 def test_a_closed_communicator_has_no_answer() -> None:

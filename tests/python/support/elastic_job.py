@@ -40,6 +40,7 @@ class State(NamedTuple):
 def train(comm: Communicator, until: Until, **options: Any) -> tuple[Communicator, State]:
     """Steps until the condition holds, and resizes where a rank dies or somebody asks to join."""
     state = State(0, 0.0)
+    comm.accept_joins()
     while True:
         try:
             state = agreed(comm, state)

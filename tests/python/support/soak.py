@@ -94,7 +94,7 @@ def _drop_splits(comm: Communicator, draw: random.Random) -> None:
 
 def _regroup(comm: Communicator, draw: random.Random) -> Communicator:
     if draw.random() < 0.5:
-        comm.should_resize()
+        comm.accept_joins()
         return comm.resize()
     aborts = comm.rank == draw.randrange(comm.size)
     with contextlib.suppress(gradwire.Error):  # which may also reach a rank that is late here

@@ -256,6 +256,24 @@ def test_wrong_options_are_refused(given: dict[str, Any], text: str) -> None:
         made(**given)
 
 
+def lose_gradients(
+    session: elastic.Session, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    with session as s:
+        s._reference = 2  # so that a step has two batches of this rank
+        for batch in s:
+            optimizer.zero_grad()
+            s.backward(loss_of(model, batch))
+            s.commit()
+
+
+def test_gradients_that_zero_grad_has_lost_are_told() -> None:
+    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    model, optimizer, session = made(ranks=alone, min_ranks=1)
+    with pytest.raises(gradwire.InvalidArgument, match=r"leave zero_grad\(\) out"):
+        lose_gradients(session, model, optimizer)
+
+
 def forget_to_commit(session: elastic.Session, model: nn.Module) -> None:
     with session as s:
         for batch in s:

@@ -134,7 +134,7 @@ def by_codec(codec: str) -> tuple[dict[str, tuple[int, int]], str, list[float]]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found = stats(ddp)
         assert str(stats(state)) == str(stats(torch.compile(ddp))) == str(found)
-    assert printed.getvalue() == f"{found}\n" * 3
+    assert printed.getvalue() == ""
     assert found.total.steps == found.total.kept == state.steps == 3
     assert found.total.dense_bytes == state.bytes
     assert found.last.waited > 0

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import gradwire
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ def _answers(codec: str, rank: int, where: str, accumulate: bool, asks: bool) ->
     state = register(ddp, Compression(codec, warm_up=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     number = stops.SIGNALS[rank % 2]
+    if asks:
+        gradwire.catch_stops()
     doing = {"step": -1}
 
     def within_backward(gradient: torch.Tensor) -> None:
@@ -94,6 +97,7 @@ def _train(codec: str, checkpoint: str, killed: int | None) -> tuple[int, bytes]
     state = register(ddp, Compression(codec, warm_up=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     step = 0
+    gradwire.catch_stops()
     if os.path.exists(checkpoint):
         saved = torch.load(checkpoint)
         step = saved["step"]

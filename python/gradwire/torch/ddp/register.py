@@ -143,15 +143,13 @@ def register(
 
 
 def stats(model: DistributedDataParallel | HookState) -> Stats:
-    """Prints a table of the hook's counters on this rank, and returns them.
+    """Counters of the hook on this rank; ``print(stats(model))`` prints a table of them.
 
     Takes the DDP model, compiled or not, or what `register` and `register_fsdp` return. Bytes are
     per rank, times in seconds (in the table in MB and ms). Raises InvalidArgument for a model
     without gradwire's hook.
     """
-    found = _state_of(model).stats()
-    print(found)
-    return found
+    return _state_of(model).stats()
 
 
 def _state_of(model: Any) -> HookState:

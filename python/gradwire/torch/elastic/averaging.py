@@ -92,6 +92,11 @@ class Averager:
         self._error = self._unconfirmed = None
         self._next, self._step = 0, step
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one."""
+        return any(each.grad is not None for each in self._names)
+
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
         """Sends gradients as they come in a backward, the last one of the step; then the rest."""

@@ -17,7 +17,6 @@ import gradwire
 from gradwire._base import arguments
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
-from gradwire._launch.restarted import joined, joins
 from gradwire.torch._ranks.ranks import Ranks, RanksLike, ranks_of
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
@@ -40,7 +39,9 @@ class Session:
     """A training whose ranks may change. Made by `session`; a context manager, and an iterator.
 
     Iterating yields this rank's batches: samples of a dataset, or their indices. `backward` and
-    `commit` belong to each. Changes of members happen within `commit` and between batches.
+    `commit` belong to each. Changes of members happen within `commit` and between batches. The
+    session clears gradients when a step begins, since those of a step that broke off must not
+    count, and adds up those of its batches: do not call `zero_grad()`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Session:
         self._alike: bool | None = None  # whether all ranks' random generators began alike
         self._news: Decision | None = None  # of members that have not got the state yet
         self._part: SamplePart | None = None  # that was given to the loop, and not committed
-        self._is_last = self._has_backward = False
+        self._is_last = self._adds = self._has_backward = False
         self._samples = 0  # of the step under way, on all ranks
         self._is_under_way = False  # a step
         self._failure: Exception | None = None  # since the last step that was committed
@@ -110,6 +111,8 @@ class Session:
         self._has_state = not self._joined and comm.rank == 0
         self._comm = comm
         try:
+            if not self._owns:
+                comm.accept_joins()
             if self._lacks_ranks(comm) or not self._report():
                 self._reform()
         except BaseException as error:
@@ -159,6 +162,11 @@ class Session:
             raise InvalidArgument("backward() is for a batch of the session's loop, once")
         if self._has_backward:
             raise InvalidArgument("backward() was called twice for a batch: add the losses up")
+        if self._adds and not self._averager.has_gradients:
+            raise InvalidArgument(
+                "the gradients of an earlier batch of this step are gone: a session adds up those "
+                "of several batches, and clears them when a step begins; leave zero_grad() out"
+            )
         self._has_backward = True
         if self._part.weight != 1:
             loss = loss * self._part.weight
@@ -215,6 +223,7 @@ class Session:
         parts = self._sampler.parts(self._samples, comm.rank, comm.size)
         for i, part in enumerate(parts, start=1):
             self._part, self._is_last, self._has_backward = part, i == len(parts), False
+            self._adds = i > 1
             yield self._sampler.collated(part.indices)
             if self._part is not None:
                 raise InvalidArgument(
@@ -442,10 +451,9 @@ def session(
     After the timeout of `ranks` a silent one counts as lost. `verify` compares the state of all
     ranks bit by bit after each change, and gives those that differ the state of the lowest rank.
 
-    Without a communicator in `ranks`, `with` calls `gradwire.init`, or `gradwire.join` in a process
-    that was started to replace another one; if the others are at the end by then, that process ends
-    with exit code 0. A communicator that is given is closed at the first change.
-    Raises InvalidArgument.
+    Without a communicator in `ranks`, `with` calls ``gradwire.init(elastic=True)``, and raises what
+    that raises: JobOver in a process that was started to replace another one when the others are at
+    the end. A communicator that is given is closed at the first change. Raises InvalidArgument.
     """
     if isinstance(model, DistributedDataParallel):
         raise InvalidArgument(
@@ -512,9 +520,6 @@ def _reach(ranks: Ranks) -> tuple[Communicator, bool]:
     communicator = ranks.over
     if communicator is None:
         options: dict[str, Any] = {} if ranks.timeout is None else {"timeout": ranks.timeout}
-        if joins():
-            communicator = joined(lambda: gradwire.join(**options))
-        else:
-            communicator = gradwire.init(**options)
+        communicator = gradwire.init(elastic=True, **options)
     assert isinstance(communicator, Communicator)
     return communicator, communicator.rank >= communicator.size - communicator.joined
