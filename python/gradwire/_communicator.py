@@ -31,7 +31,9 @@ from gradwire._bootstrap.shrink import Agreement
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
+from gradwire._calls.butterfly import Butterfly
 from gradwire._calls.collectives import ArrayCollectives
+from gradwire._calls.mpi_names import MpiNames
 from gradwire._calls.objects import ObjectCollectives
 from gradwire._calls.on_cpu import CpuCalls
 from gradwire._calls.on_gpu import call_on_gpu
@@ -41,6 +43,7 @@ from gradwire._calls.work import Work
 from gradwire._errors import Error, InvalidArgument
 from gradwire._launch import at_exit
 from gradwire._model import CostModel
+from gradwire._schedules.schedule import BUTTERFLY, OF_LARGE
 from gradwire._trace import session
 from gradwire._trace.track import TracedRank
 
@@ -63,7 +66,7 @@ class Traffic(NamedTuple):
     decode_seconds: float = 0.0
 
 
-class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
+class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, MpiNames):
     """One rank's end of a group of ranks. Made by `gradwire.init`, `gradwire.spawn` or `split`.
 
     Every rank makes the same calls in the same order, from any thread, with the same options,
@@ -82,11 +85,12 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     All collectives share these keywords:
 
     - ``algorithm``: a name from `gradwire.algorithms`, ``hierarchical(inner,outer)``, or ``auto``,
-      the fastest one by `cost_model`. all_reduce also takes ``gather``, and so do reduce and
-      reduce_scatter with a lossy codec other than lowrank: every rank's input, encoded once, goes
-      to all ranks, by an all_gather that ``gather(ring)`` names, and each rank adds them up. On
-      GPUs over NCCL, ``nccl`` is the library's own collective, taken by ``auto`` for plain calls,
-      and whose sums may differ from those on CPUs in their last bits;
+      the fastest one by `cost_model`; ``butterfly`` is recursive_doubling where that is faster for
+      an all_reduce without codec, and halving_doubling otherwise. all_reduce also takes
+      ``gather``, and so do reduce and reduce_scatter with a lossy codec other than lowrank: every
+      rank's input, encoded once, goes to all ranks, by an all_gather that ``gather(ring)`` names,
+      and each rank adds them up. On GPUs over NCCL, ``nccl`` is the library's own collective, taken
+      by ``auto`` for plain calls, and whose sums may differ from those on CPUs in their last bits;
     - ``schedule``: a `gradwire.Schedule` of one's own instead, equal on all ranks;
     - ``async_op``: return a `Work` at once; its wait() returns the result;
     - ``timeout``: seconds, from when the operation's turn comes; the communicator's if None;
@@ -530,10 +534,17 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
     def _call(self, name: str, given: Buffers, options: Options) -> Any:
         self._calls.finish_dropped()
         options = options.checked()
+        if options.algorithm == BUTTERFLY:
+            options = options._replace(algorithm=self._butterfly(name, given, options))
         device = device_of((*given.inputs, *given.outputs))
         if device is None:
             return self._calls.run(name, given, options, self._timeout)
         return call_on_gpu(name, given, options, self._place, device, self._gpu_on, self._timeout)
+
+    def _butterfly(self, name: str, given: Buffers, options: Options) -> str:
+        if name != "all_reduce" or options.codec != "none":
+            return OF_LARGE
+        return self._butterflies.of(sum(each.nbytes for each in given.inputs), self.cost_model)
 
     def _stop_agreed(self) -> bool:
         found = self._core.should_stop()
@@ -573,6 +584,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives):
         self._calls.clear_cache()
         self._call_cache = self._calls.call_cache  # for fast_path_method
         self._is_one_round = None
+        self._butterflies = Butterfly(self._hosts)
 
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else seconds(timeout)

@@ -21,7 +21,14 @@ from gradwire import _core
 from gradwire._base import arguments, environment
 from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host import emulated_link
-from gradwire._schedules.schedule import Schedule, gathering, groups_of
+from gradwire._schedules.schedule import (
+    BUTTERFLY,
+    OF_LARGE,
+    OF_SMALL,
+    Schedule,
+    gathering,
+    groups_of,
+)
 
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
@@ -86,6 +93,9 @@ class CostModel:
                 by = by or self.choose(ranks * bytes_, ranks, collective="all_gather")[0]
                 gather = Schedule.generate(by, ranks, collective="all_gather")
                 return self._core.predict_gathered(gather._core, bytes_, hosts)
+            if algorithm == BUTTERFLY and (collective, codec) == ("all_reduce", "none"):
+                small = self.predict(OF_SMALL, nbytes, ranks, per_host=per_host)
+                return min(small, self.predict(OF_LARGE, nbytes, ranks, per_host=per_host))
             algorithm = Schedule.generate(algorithm, ranks, collective=collective, groups=hosts)
         return self._core.predict(algorithm._core, bytes_, hosts, _core.Codec(codec))
 

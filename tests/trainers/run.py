@@ -40,7 +40,7 @@ with gradwire.init() as comm:
     strategy = DDPStrategy(
         process_group_backend="gloo",
         ddp_comm_state=state,
-        ddp_comm_hook=gradwire.torch.comm_hook,
+        ddp_comm_hook=gradwire.torch.ddp.hook.comm_hook,
     )
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False

@@ -17,6 +17,10 @@ from gradwire._base.arguments import whole
 from gradwire._errors import InvalidArgument
 from gradwire._schedules.report import Edge, Report, Shape
 
+BUTTERFLY = "butterfly"
+OF_LARGE, OF_SMALL = "halving_doubling", "recursive_doubling"
+BINOMIAL_TREE = "binomial_tree"
+
 
 def algorithms(collective: str = "all_reduce") -> list[str]:
     """Names that `Schedule.generate` and `algorithm=` take for a collective, best known first.
@@ -32,7 +36,8 @@ def algorithms(collective: str = "all_reduce") -> list[str]:
     - ``pairwise``: all_to_all in p-1 rounds of one partner each (Thakur et al. 2005, sec. 4.3).
 
     all_reduce also has ``hierarchical(inner,outer)``: `inner` within each host, `outer` between
-    them, two of the names above.
+    them, two of the names above. ``butterfly`` is recursive_doubling for small arrays and
+    halving_doubling for large ones; a schedule of that name is the latter.
 
     Raises InvalidArgument for an unknown collective.
     """
@@ -67,9 +72,16 @@ class Schedule:
         ``hierarchical(inner,outer)`` alone: the ranks of each host, every rank once. `root` is for
         reduce, broadcast, gather and scatter.
 
+        ``binomial_tree`` is an all_reduce of whole arrays along one tree and back, to compare with:
+        the reduction tree of Iandola et al. 2016 (FireCaffe), fig. 4.
+
         Raises ScheduleError for a name that the collective does not have, and InvalidArgument for
         an unknown collective.
         """
+        if algorithm == BUTTERFLY:
+            algorithm = OF_LARGE
+        if algorithm == BINOMIAL_TREE and collective == "all_reduce":
+            return _binomial_tree(whole(ranks, "ranks"))
         return Schedule(
             _core.Schedule.generate(
                 arguments.text(collective, "collective"),
@@ -247,6 +259,18 @@ def _bounds(chunks: int | range | slice) -> tuple[int, int]:
     if chunks.step not in (None, 1) or chunks.start is None or chunks.stop is None:
         raise InvalidArgument(f"chunks={chunks!r} is not one chunk or a range without gaps")
     return whole(chunks.start, "chunks"), whole(chunks.stop, "chunks")
+
+
+def _binomial_tree(ranks: int) -> Schedule:
+    """Odd multiples of 2^k send to the rank that is 2^k below, in round k; then back."""
+    tree = Schedule.builder(ranks=ranks, chunks=1, name=BINOMIAL_TREE)
+    steps = [1 << k for k in range((ranks - 1).bit_length())]
+    pairs = [[(r, r - step) for r in range(step, ranks, 2 * step)] for step in steps]
+    for index, each in enumerate(pairs):
+        for child, parent in each:
+            tree.reduce(index, child, parent, 0)
+            tree.copy(2 * len(pairs) - 1 - index, parent, child, 0)
+    return tree.build()
 
 
 def _groups(given: Sequence[Sequence[int]] | None) -> list[list[int]]:

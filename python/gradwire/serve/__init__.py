@@ -8,45 +8,22 @@ come and go.
     ps.push(gradients)
 """
 
-from gradwire.serve._client import ParameterServer, Pending, PendingResults, connect
+from gradwire.serve._client import ParameterServer, Pending, connect
 from gradwire.serve._distributed_lbfgs import Sandblaster
 from gradwire.serve._lead import Progress
 from gradwire.serve._reconnect import Dialling
 from gradwire.serve._roles import Replica, role
 from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule, Staged
 from gradwire.serve._server import Server
-from gradwire.serve._vectors import (
-    Absmax,
-    Abssum,
-    Combine,
-    Command,
-    Copy,
-    Discard,
-    Dots,
-    Drop,
-    Fold,
-    Names,
-)
 
 __all__ = [
     "SGD",
-    "Absmax",
-    "Abssum",
     "Adagrad",
     "Adam",
-    "Combine",
-    "Command",
-    "Copy",
     "Dialling",
-    "Discard",
-    "Dots",
-    "Drop",
-    "Fold",
     "Momentum",
-    "Names",
     "ParameterServer",
     "Pending",
-    "PendingResults",
     "Progress",
     "Replica",
     "Rule",

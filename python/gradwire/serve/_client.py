@@ -205,7 +205,7 @@ class ParameterServer:
         return self._result(call, async_op)
 
     @overload
-    def ask(
+    def _command(
         self,
         commands: Sequence[Command],
         *,
@@ -213,10 +213,10 @@ class ParameterServer:
         timeout: float | None = None,
     ) -> list[Any]: ...
     @overload
-    def ask(
+    def _command(
         self, commands: Sequence[Command], *, async_op: Literal[True], timeout: float | None = None
     ) -> PendingResults: ...
-    def ask(
+    def _command(
         self, commands: Sequence[Command], *, async_op: bool = False, timeout: float | None = None
     ) -> list[Any] | PendingResults:
         """Gives commands to the vectors of all shards, with one message to each; returns results.

@@ -93,7 +93,7 @@ class Lead:
         self._server, self._coordinator, self._batches = server, coordinator, batches
         self._path, self._patience = path, patience
         self._minimizer = Minimizer(
-            server.ask, self._evaluate, history=history, search=search, lr=lr, by_norm=by_norm
+            server._command, self._evaluate, history=history, search=search, lr=lr, by_norm=by_norm
         )
         self._iteration = 0
         self._batch = _last_batch(server)
@@ -154,13 +154,13 @@ class Lead:
             found = self._coordinator.evaluate(batch, chosen, self._patience, check)
         except BaseException:
             with contextlib.suppress(Error):
-                self._server.ask([Discard(batch)], timeout=_DISCARD_SECONDS)
+                self._server._command([Discard(batch)], timeout=_DISCARD_SECONDS)
             raise
         for counts, more in zip(self._counts, (found.portions, found.copies), strict=True):
             counts.update(more)
         # Discards what batches have left that ended in an error, or with their coordinator.
         begin: list[Command] = [Fold(target, batch, found.pushes), Discard(None)]
-        return found.loss, self._server.ask([*begin, *then])[len(begin) :]
+        return found.loss, self._server._command([*begin, *then])[len(begin) :]
 
     def _save(self) -> None:
         """Writes the state beside the old file, and then puts it in its place."""
@@ -187,7 +187,7 @@ class Lead:
             if state["batches"] != self._batches.describe():
                 raise InvalidArgument("portions, batch, iterations_per_batch or seed were others")
             self._server.wait(0)
-            self._minimizer.load(state["minimizer"], self._server.ask([Names()])[0])
+            self._minimizer.load(state["minimizer"], self._server._command([Names()])[0])
         except InvalidArgument as error:
             raise InvalidArgument(
                 f"cannot go on from the state in {path}: {describe(error)}; without the file the "
@@ -220,7 +220,7 @@ class _Shards:
             self._asked.wait()
             self._asked = None
         if self._asked is None:
-            self._asked = self._server.ask([Names()], async_op=True)
+            self._asked = self._server._command([Names()], async_op=True)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

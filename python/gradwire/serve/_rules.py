@@ -76,8 +76,8 @@ class Staged(Rule):
     """No rule: a push is kept, under the name that it is given, until a coordinator folds it.
 
     The shards hold named vectors beside the parameters, on which a coordinator works by
-    `ParameterServer.ask`: the service of Sandblaster L-BFGS (Dean et al. 2012, sec. 4.2). A pull
-    sees one version of the parameters.
+    commands: the service of Sandblaster L-BFGS (Dean et al. 2012, sec. 4.2). A pull sees one
+    version of the parameters.
     """
 
     lr: float = field(default=0.0, init=False, repr=False)

@@ -1,4 +1,4 @@
-"""Commands to the vectors that the shards hold, for `ParameterServer.ask`.
+"""Commands to the vectors that the shards hold, for `ParameterServer._command`.
 
 Beside the parameters, "w", the shards of a service with the rule `Staged()` hold named vectors of
 the same elements. A coordinator gives commands by these names and gets numbers back; no vector

@@ -26,7 +26,6 @@ from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcas
 from gradwire.torch._ranks.ranks import Ranks
 from gradwire.torch._sandblaster import Sandblaster
 from gradwire.torch.backend.options import Options
-from gradwire.torch.ddp.hook import comm_hook
 from gradwire.torch.ddp.momentum import Momentum
 from gradwire.torch.ddp.register import register, stats
 from gradwire.torch.ddp.state import State
@@ -62,7 +61,6 @@ __all__ = [
     "async_save",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "comm_hook",
     "elastic",
     "gather_state_dict",
     "hybrid_plan",

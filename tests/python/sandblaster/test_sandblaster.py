@@ -219,7 +219,7 @@ def _check_counts(lead: serve.Sandblaster) -> None:
     server, minimizer = lead._lead._server, lead._lead._minimizer
     at = minimizer._at
     assert at is not None
-    total, largest, (square,) = server.ask(
+    total, largest, (square,) = server._command(
         [Abssum(at.gradient), Absmax(at.gradient), Dots([(at.gradient, at.gradient)])]
     )
     numbers = np.repeat(np.arange(PORTIONS, dtype=float), EACH)

@@ -149,7 +149,7 @@ def test_what_an_ended_coordinator_left_at_the_shards_is_forgotten(team: Team) -
         lead.step()
         assert lead._lead is not None
         with pytest.raises(InvalidArgument, match="batch 1 is over"):
-            lead._lead._server.ask([Fold("d", 1, [(0, 0)])])
+            lead._lead._server._command([Fold("d", 1, [(0, 0)])])
 
 
 def test_an_interrupted_step_leaves_nothing_to_the_next(team: Team) -> None:

@@ -143,3 +143,16 @@ def test_a_report_reads_as_a_table():
     assert "correct       yes" in text
     assert "in_tree       NO" in text
     assert "2 n by any rank" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 13])
+def test_a_binomial_tree_can_be_verified_and_drawn(ranks: int) -> None:
+    tree = Schedule.generate("binomial_tree", ranks)
+    assert tree.verify().correct
+    assert len(tree.rounds) == 2 * (ranks - 1).bit_length()
+    assert sum(map(len, tree.rounds)) == 2 * (ranks - 1)
+    assert "binomial_tree" in tree.draw()
+
+
+def test_a_butterfly_is_halving_and_doubling() -> None:
+    assert Schedule.generate("butterfly", 8) == Schedule.generate("halving_doubling", 8)

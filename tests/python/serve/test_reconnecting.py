@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from gradwire import serve
 from gradwire.serve import _histories, _reconnect
+from gradwire.serve._vectors import Names
 
 SIZE = 1000  # elements, of two shards
 MANY = 4_000_000
@@ -304,7 +305,7 @@ def test_who_is_dialled_in_vain_fails_in_the_end(servers: Servers, connect: Conn
 
 def test_commands_to_vectors_are_not_made_again(connect: Connect) -> None:
     with pytest.raises(gradwire.InvalidArgument, match="without reconnect="):
-        connect(full(5), 30.0).ask([serve.Names()])
+        connect(full(5), 30.0)._command([Names()])
 
 
 def test_a_shard_without_its_values_is_no_end_of_dialling(

@@ -11,7 +11,8 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import serve
-from gradwire.serve import (
+from gradwire.serve import ParameterServer
+from gradwire.serve._vectors import (
     Absmax,
     Abssum,
     Combine,
@@ -22,7 +23,6 @@ from gradwire.serve import (
     Drop,
     Fold,
     Names,
-    ParameterServer,
 )
 
 DTYPES = [np.float32, np.float64]
@@ -74,8 +74,8 @@ def test_sums_have_the_same_bits_for_any_number_of_shards(stack: ExitStack, dtyp
     for shards in (1, 2, 3):
         service = Service(stack, dtype, shards)
         service.replica.push(parameters(dtype, 1), staged=(0, 0, 0))
-        service.coordinator.ask([Fold("g", 0, [(0, 0)])])
-        results.append(service.coordinator.ask(asked))
+        service.coordinator._command([Fold("g", 0, [(0, 0)])])
+        results.append(service.coordinator._command(asked))
     assert results[0] == results[1] == results[2]
     (ww, wg), norm, largest = results[0]
     assert largest == np.abs(g).max()
@@ -91,7 +91,7 @@ def test_a_step_goes_from_staged_gradients_to_the_parameters(service: Service) -
     for sequence in range(2):
         service.replica.push(parameters(dtype, 1 + sequence), staged=(7, 3, sequence))
     service.replica.push(parameters(dtype, 5), staged=(7, 3, 0))  # once is enough
-    found = ps.ask(
+    found = ps._command(
         [
             Copy("before", "w"),
             Fold("g", 7, [(3, 1), (3, 0)]),
@@ -105,7 +105,7 @@ def test_a_step_goes_from_staged_gradients_to_the_parameters(service: Service) -
     gradient = (flat(parameters(dtype, 2)) + flat(parameters(dtype, 1))).astype(dtype)
     assert (service.pulled() == (start - 0.125 * gradient.astype(np.float64)).astype(dtype)).all()
     assert service.replica.versions == [1, 1]
-    assert service.replica.ask([Names()]) == [["g", "w"]]
+    assert service.replica._command([Names()]) == [["g", "w"]]
 
 
 def test_a_fold_says_how_many_pushes_it_takes(service: Service) -> None:
@@ -113,17 +113,19 @@ def test_a_fold_says_how_many_pushes_it_takes(service: Service) -> None:
     with pytest.raises(
         gradwire.InvalidArgument, match=r"8001 pushes: one takes 8000 at most.*push_every"
     ):
-        service.coordinator.ask([Fold("g", 0, pushes)])
+        service.coordinator._command([Fold("g", 0, pushes)])
     with pytest.raises(
         gradwire.InvalidArgument, match="there is no push 0"
     ):  # so many reach the shards
-        service.coordinator.ask([Fold("g", 0, pushes[:8000])])
+        service.coordinator._command([Fold("g", 0, pushes[:8000])])
 
 
 def test_asks_are_sent_ahead(service: Service) -> None:
     pending = [
-        service.coordinator.ask([Copy("d", "w")], async_op=True),
-        service.coordinator.ask([Combine("d", [(2.0, "d")]), Dots([("d", "w")])], async_op=True),
+        service.coordinator._command([Copy("d", "w")], async_op=True),
+        service.coordinator._command(
+            [Combine("d", [(2.0, "d")]), Dots([("d", "w")])], async_op=True
+        ),
     ]
     assert pending[0].wait() == [None]
     assert pending[1].wait()[1] == pytest.approx([2 * math.fsum(service.pulled() ** 2)])
@@ -136,11 +138,11 @@ def test_values_that_are_not_finite_show_in_sums(service: Service) -> None:
     service.replica.push(gradient, staged=(1, 0, 0))
     gradient[1][7] = math.inf
     service.replica.push(gradient, staged=(2, 0, 0))
-    service.coordinator.ask([Fold("a", 1, [(0, 0)]), Fold("b", 2, [(0, 0)])])
-    (dot,), largest = service.coordinator.ask([Dots([("a", "w")]), Absmax("a")])
+    service.coordinator._command([Fold("a", 1, [(0, 0)]), Fold("b", 2, [(0, 0)])])
+    (dot,), largest = service.coordinator._command([Dots([("a", "w")]), Absmax("a")])
     assert math.isnan(dot)
     assert math.isnan(largest)
-    assert service.coordinator.ask([Abssum("b"), Absmax("b")]) == [math.inf, math.inf]
+    assert service.coordinator._command([Abssum("b"), Absmax("b")]) == [math.inf, math.inf]
 
 
 def test_a_coordinator_sees_no_values(service: Service) -> None:
@@ -149,7 +151,7 @@ def test_a_coordinator_sees_no_values(service: Service) -> None:
         service.coordinator.pull(values)
     with pytest.raises(gradwire.InvalidArgument, match="coordinator has no access"):
         service.coordinator.push(values, staged=(1, 0, 0))
-    assert service.coordinator.ask([Names()]) == [["w"]]
+    assert service.coordinator._command([Names()]) == [["w"]]
 
 
 WRONG: list[tuple[Command, str]] = [
@@ -168,9 +170,9 @@ def test_what_cannot_be_done_changes_nothing(service: Service) -> None:
     service.replica.push(parameters(service.dtype), staged=(1, 0, 0))
     for command, text in WRONG:
         with pytest.raises(gradwire.InvalidArgument, match=text):
-            service.coordinator.ask([Combine("w", [(2.0, "w")]), command])
+            service.coordinator._command([Combine("w", [(2.0, "w")]), command])
     with pytest.raises(gradwire.InvalidArgument, match=r"shard [01] .* only a coordinator"):
-        service.replica.ask([Drop("w")])
+        service.replica._command([Drop("w")])
     with pytest.raises(gradwire.InvalidArgument, match="needs a name"):
         service.replica.push(parameters(service.dtype))
     assert (service.pulled() == before).all()
@@ -188,9 +190,9 @@ def test_a_new_coordinator_resumes_from_snapshots(stack: ExitStack, tmp_path: Pa
                 )
                 for _ in range(2)
             )
-            second.ask([Combine("s", [(3.0, "w")])])
+            second._command([Combine("s", [(3.0, "w")])])
             with pytest.raises(gradwire.TransportError, match="another coordinator"):
-                first.ask([Names()])
+                first._command([Names()])
     with serve.Server(2, snapshot=tmp_path) as server:
         ps = stack.enter_context(
             serve.connect(
@@ -201,7 +203,7 @@ def test_a_new_coordinator_resumes_from_snapshots(stack: ExitStack, tmp_path: Pa
                 timeout=30,
             )
         )
-        names, (dot,) = ps.ask([Names(), Dots([("s", "w")])])
+        names, (dot,) = ps._command([Names(), Dots([("s", "w")])])
     assert names == ["s", "w"]
     assert dot == pytest.approx(3 * math.fsum(flat(parameters(np.float64)) ** 2), rel=1e-14)
 

@@ -8,7 +8,8 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import State, comm_hook, register
+from gradwire.torch import State, register
+from gradwire.torch.ddp.hook import comm_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, batch, flat, mlp

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Stages, State, comm_hook, register
+from gradwire.torch import Stages, State, register
 from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch.ddp.hook import comm_hook
 from torch import nn
 from torch.futures import Future
 from torch.nn.functional import mse_loss

@@ -32,7 +32,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 state = gradwire.torch.State(communicator_of(dist.group.WORLD))
 if rank == 1:
     sys.stdin.readline()
-future = gradwire.torch.comm_hook(state, Bucket())
+future = gradwire.torch.ddp.hook.comm_hook(state, Bucket())
 if rank == 0:
     assert not future.done()
     print("leaving with", state._steps.completions.pending, "pending")

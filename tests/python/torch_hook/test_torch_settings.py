@@ -12,8 +12,9 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Ranks, State, comm_hook, register
+from gradwire.torch import Compression, Momentum, Ranks, State, register
 from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch.ddp.hook import comm_hook
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

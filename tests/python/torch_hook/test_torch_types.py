@@ -12,7 +12,8 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Stages, State, comm_hook, register
+from gradwire.torch import Compression, Momentum, Stages, State, register
+from gradwire.torch.ddp.hook import comm_hook
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel

@@ -18,10 +18,10 @@ import numpy as np
 from gradwire import _core
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
+from gradwire._schedules.schedule import BINOMIAL_TREE
 from gradwire.lab.simulation.topology import Topology, seconds_of_byte
 
 MOST_RANKS = 10_000_000
-BINOMIAL_TREE = "binomial_tree"  # no schedule of gradwire: for comparison
 _HEADER = 32.0  # bytes of a frame's header
 _FRAME = 2046 * 64 - _HEADER  # bytes of the largest frame's payload
 _LEAST_SEGMENT, _SEGMENTS_WANTED = 32 * 1024, 4

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gradwire import _core
 from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._model import CostModel
-from gradwire._schedules.schedule import Schedule, groups_of
+from gradwire._schedules.schedule import BINOMIAL_TREE, Schedule, groups_of
 from gradwire.lab.simulation import closed_forms
 from gradwire.lab.simulation.topology import Topology, seconds_of_byte
 
@@ -126,8 +126,8 @@ def slowed(model: CostModel, topology: Topology, factor: float) -> tuple[Topolog
 def _why_no_events(
     algorithm: str | Schedule, ranks: int, topology: Topology, most_messages: int
 ) -> str | None:
-    if algorithm == closed_forms.BINOMIAL_TREE:
-        return "it is no schedule"
+    if algorithm == BINOMIAL_TREE:
+        return "it sends whole arrays"
     if ranks > _MOST_RANKS:
         return f"schedules have at most {_MOST_RANKS:,} ranks"
     if isinstance(algorithm, Schedule):
