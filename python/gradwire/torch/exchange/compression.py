@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from gradwire._base.arguments import instance, whole
 from gradwire._base.rules import require_pairs
-from gradwire._calls.reductions import CodecLike, native
+from gradwire._calls.reductions import native
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.codec import Codec
+from gradwire.codec import NativeCodec
 from gradwire.torch.exchange.rules import CodecChoice, Rules, is_biased
 
 AUTO = "auto"
@@ -83,22 +83,12 @@ class Compression:
 
     def _require_to_warm_up(self) -> None:
         """Raises InvalidArgument for a codec that a warm-up is not for."""
-        what = f"warm_up={self.warm_up}"
-        if isinstance(self.codec, Codec):
+        codec = self.codec
+        if not isinstance(codec, str | NativeCodec) or not (codec == AUTO or is_biased(codec)):
             raise InvalidArgument(
-                f"{what} is for gradwire's own codecs, and {self.codec} is written in Python: give "
-                f"codec=Stages((0, {START!r}), ({self.warm_up}, your codec)), and leave warm_up= "
-                "out"
-            )
-        if not isinstance(self.codec, CodecLike):
-            raise InvalidArgument(
-                f"{what} is for a codec that does not change, and codec={self.codec!r} does: leave "
-                "warm_up= out"
-            )
-        if self.codec != AUTO and not is_biased(self.codec):
-            raise InvalidArgument(
-                f"{what} is for a biased codec, such as 'onebit', and codec={str(self.codec)!r} is "
-                "none: leave warm_up= out"
+                f"warm_up={self.warm_up} is for a biased codec of gradwire's, such as 'onebit', "
+                f"and codec={codec!r} is none: leave warm_up= out, or give codec=Stages((0, "
+                f"{START!r}), ({self.warm_up}, your codec))"
             )
 
 
@@ -117,8 +107,7 @@ def compression_of(
         native(AUTO)  # raises
     if made.warm_up and not warms_up:
         raise InvalidArgument(
-            f"warm_up={made.warm_up} of a Compression is for register(), register_fsdp() and "
-            f"elastic.session(): leave it out, or give codec=Stages((0, {START!r}), "
-            f"({made.warm_up}, {str(made.codec)!r}))"
+            f"warm_up={made.warm_up} of a Compression is for register(), register_fsdp(), "
+            "elastic.session() and Downpour: leave it out, or give codec=Stages(...)"
         )
     return made
