@@ -388,6 +388,8 @@ def two_groups(mesh: DeviceMesh, other: DeviceMesh) -> Any:
 
 
 def refused() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
     mesh, other = own_mesh(), own_mesh()
 
     def several_groups() -> object:
@@ -411,9 +413,10 @@ def refused() -> None:
             lambda: registered(mesh, "none", gather_codec=(None, "int8")[dist.get_rank() % 2]),
             "gather_codec=",
         ),
-        (several_groups, "2 groups of parameters"),
         (several_meshes, "different meshes"),
     ]
+    if hasattr(_fsdp_common, "ShardPlacementResult"):  # not in torch 2.10
+        calls.append((several_groups, "2 groups of parameters"))
     replicas = meshes()["replicas"]
     if dist.get_world_size() > 2:  # each shard's replicas agree
         choice = ("none", "onebit")[replicas.get_local_rank("shard")]
