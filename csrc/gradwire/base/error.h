@@ -77,5 +77,7 @@ class Aborted : public PeerError {
 
 // Returns "what: strerror(code)", for messages.
 std::string system_message(const std::string& what, int code);
+// Returns "2.5 s", without the trailing zeros of to_string.
+std::string seconds_text(double seconds);
 
 }  // namespace gradwire

@@ -245,6 +245,10 @@ void bind_state(CommunicatorClass& c) {
           },
           py::arg("model"), WithoutLock())
       .def(
+          "set_patience",
+          [](const Communicator& self, double seconds) { self.get().set_patience(seconds); },
+          py::arg("seconds"))
+      .def(
           "observe",
           [](const Communicator& self, const shared_ptr<exec::Recorder>& recorder) {
             self.get().observe(recorder);

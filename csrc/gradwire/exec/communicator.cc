@@ -166,6 +166,7 @@ std::shared_ptr<Work> Communicator::send(std::byte* data, std::size_t size, Rank
   transfer.data = to == identity_.rank ? transfer.copy.data() : data;
   transfer.size = size;
   transfer.peer = to;
+  transfer.timeout = timeout;
   transfer.deadline = Deadline::after(timeout);
   return enqueue_transfer(std::move(transfer), /*sends=*/true);
 }
@@ -177,6 +178,7 @@ std::shared_ptr<Work> Communicator::receive(std::byte* data, std::size_t size, R
   transfer.data = data;
   transfer.size = size;
   transfer.peer = from;
+  transfer.timeout = timeout;
   transfer.deadline = Deadline::after(timeout);
   return enqueue_transfer(std::move(transfer), /*sends=*/false);
 }
@@ -188,10 +190,10 @@ void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt, 
     drive_or_wait(lock, work, deadline, interrupt, background);
   }
   if (!work.done())
-    throw Timeout(
-        "rank " + std::to_string(identity_.rank) +
-            ": wait() timed out before its operation, which goes on; wait again or abort()",
-        kNoPeer);
+    throw Timeout("rank " + std::to_string(identity_.rank) +
+                      ": wait() timed out after its timeout=" + seconds_text(timeout) +
+                      ", before its operation, which goes on; wait again or abort()",
+                  kNoPeer);
   work.rethrow();
 }
 

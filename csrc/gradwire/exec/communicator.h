@@ -83,6 +83,9 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   // Reports to `observer` from the next call on, or to none if it is null. The one before is let go
   // when the call under way is over.
   void observe(std::shared_ptr<Observer> observer);
+  // Has collectives wait for so many seconds, where that is longer than their timeouts, for a rank
+  // that is slow: one that answers. One that has not for a call's timeout ends it with Timeout.
+  void set_patience(double seconds) noexcept { patience_ = seconds; }
   // Sets the cost model behind algorithm="auto". Must be the same on all ranks, between two calls.
   void set_model(schedule::CostModel model);
 
@@ -177,6 +180,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
     void settle() noexcept;  // rolls residuals back unless the call's end has settled them
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;
+    Deadline::Clock::time_point began;  // to run
     Deadline deadline = Deadline::never();
   };
 
@@ -193,7 +197,8 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   void start_progress_thread_locked();
   void serve_soon_locked();
   void announce_soon_locked();
-  void announce_ended_calls(std::unique_lock<std::mutex>& lock);
+  void announce_ended_calls_locked();
+  void settle_dropped(std::unique_lock<std::mutex>& lock);
   void stop_driving_locked(bool hands_over = true);
   void stop_progress_thread();
   void release();
@@ -245,9 +250,14 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   std::size_t put_doorbells(std::span<pollfd, kMostDoorbells> fds) const;
   void poll_doorbells();
   void empty_wakeup() noexcept;
+  void start_deadline();
+  void set_deadline(Deadline deadline, double seconds);
   void check_deadlines();
+  bool waits_on();
   void check_transfers();
   void query_positions();
+  Rank late_peer() const;
+  std::string word_of(Rank peer) const;
   Timeout timeout() const;
   Timeout timeout_of(const Transfer& transfer) const;
   Position position() const;
@@ -264,6 +274,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   void settle_requests(std::unique_lock<std::mutex>& lock);
   void fail_as(const transport::ControlFrame& failure, const Identity& there) noexcept override;
   bool serve() override;
+  bool serve_locked();
   void serve_family();
   Rank awaited() const;
   bool collective_is_awaited() const;
@@ -307,6 +318,7 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   std::optional<std::uint64_t> stop_since_, resize_since_;
   PlanCache plans_;
   AwaitedSenders senders_;
+  std::atomic<double> patience_{0};        // seconds
   std::atomic<bool> finishes_{false};      // a thread that closes waits for all that is pending
   std::atomic<bool> has_requests_{false};  // an abort or new transfers: look under the mutex
 

@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -35,23 +34,8 @@ constexpr int kInterruptMilliseconds = 100;
 constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 // A rank that has waited for so long announces whom it waits for.
 constexpr double kAnnounceSeconds = 0.1;
-// How long before a deadline the ranks are asked for their positions.
-constexpr double kPositionQuerySeconds = 0.5;
 // How long a rank waits for answers to a query on behalf of another.
 constexpr double kRelaySeconds = 0.2;
-
-// Returns "2.5 s", without the trailing zeros of to_string.
-std::string seconds_text(double seconds) {
-  std::ostringstream text;
-  text << seconds << " s";
-  return text.str();
-}
-
-// Returns "rank 3", or what names a rank that is no member.
-std::string text_of(const ChainEnd& end) {
-  if (end.peer != kNoPeer) return "rank " + std::to_string(end.peer);
-  return "rank " + std::to_string(end.job_peer) + " of the job, in another group";
-}
 
 }  // namespace
 
@@ -196,9 +180,7 @@ bool Communicator::advance_collective() {
 bool Communicator::start_next() {
   current_ = front_;
   if (current_ == nullptr) return false;
-  current_->deadline = Deadline::about(current_->timeout);
-  query_due_ = current_->deadline.earlier(std::min(current_->timeout / 2, kPositionQuerySeconds));
-  positions_queried_ = false;
+  start_deadline();
   if (observer_) observer_->started(current_->submission);
   if (current_->compound == nullptr)
     start_operation();
@@ -413,7 +395,11 @@ void Communicator::serve_family() {
 
 bool Communicator::serve() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || driving_ || failure_ || closed_) return false;
+  return lock && serve_locked();
+}
+
+bool Communicator::serve_locked() {
+  if (driving_ || failure_ || closed_) return false;
   const bool asked = control_.serve();
   const Rank elsewhere = position().elsewhere;
   if (elsewhere != std::exchange(announced_elsewhere_, elsewhere)) control_.announce();
@@ -494,62 +480,6 @@ void Communicator::check_stall() {
   if (announced_ || !announce_at_.passed()) return;
   announced_ = true;
   control_.announce();
-}
-
-// Queries the ranks' positions before the deadline, so that Timeout names the rank at the end of
-// the chain and not the neighbour, which only waits too.
-void Communicator::check_deadlines() {
-  check_transfers();
-  if (current_ == nullptr) return;
-  if (!positions_queried_ && query_due_.passed()) return query_positions();
-  if (!positions_queried_ || !current_->deadline.passed()) return;
-  if (control_.all_replied() || query_due_.passed()) throw timeout();
-}
-
-// Throws Timeout for a late transfer. The query of positions begins at its deadline, so its Timeout
-// comes that much later.
-void Communicator::check_transfers() {
-  const Transfer* late = transfers_.overdue();
-  if (late == nullptr) return transfer_query_.reset();
-  if (!transfer_query_) {
-    transfer_query_ = Deadline::after(kPositionQuerySeconds);
-    control_.query_positions();
-  }
-  if (control_.all_replied() || transfer_query_->passed()) throw timeout_of(*late);
-}
-
-void Communicator::query_positions() {
-  positions_queried_ = true;
-  query_due_ = std::max(current_->deadline, Deadline::after(kPositionQuerySeconds));
-  control_.query_positions();
-}
-
-Timeout Communicator::timeout_of(const Transfer& late) const {
-  const bool any = late.peer == Transfer::kAnyRank;
-  const bool own = late.peer == identity_.rank;
-  const ChainEnd culprit = any || own ? ChainEnd{late.peer} : control_.end_of_chain(late.peer);
-  std::string text = "rank " + std::to_string(identity_.rank) +
-                     " timed out: no send or recv matched with " +
-                     (any ? "any rank" : "rank " + std::to_string(late.peer));
-  if (culprit.peer != late.peer)
-    text += "; that waits, perhaps over others, for " + text_of(culprit);
-  return {text, culprit.peer, culprit.job_peer};
-}
-
-Timeout Communicator::timeout() const {
-  const Frame* frame = execution_.waiting_frame();
-  const Rank peer = frame != nullptr ? execution_.waiting_for() : links_.full_peer();
-  const ChainEnd culprit = control_.end_of_chain(peer);
-  std::string text = "rank " + std::to_string(identity_.rank) + ": " +
-                     current_->operation.plan().text() +
-                     " timed out after its timeout=" + seconds_text(current_->timeout);
-  if (frame != nullptr)
-    text += "; it waits for rank " + std::to_string(peer) + " in round " +
-            std::to_string(frame->round) + ", segment " + std::to_string(frame->segment);
-  else
-    text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
-  if (culprit.peer != peer) text += ", which waits, perhaps over others, for " + text_of(culprit);
-  return {text + ". Is it alive, and did it make the same call?", culprit.peer, culprit.job_peer};
 }
 
 }  // namespace gradwire::exec

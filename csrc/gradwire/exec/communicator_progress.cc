@@ -12,7 +12,7 @@ namespace gradwire::exec {
 void Communicator::start_progress_thread_locked() {
   if (stopped_) return;
   progress_->wake(*this);
-  started_ = true;
+  if (!std::exchange(started_, true)) progress_->serve(*this);
 }
 
 void Communicator::serve_soon_locked() {
@@ -90,31 +90,35 @@ void Communicator::announce_soon_locked() {
 
 // Announces ended calls. Where a peer could not be told because it has not read earlier frames, a
 // later call tries again.
-void Communicator::announce_ended_calls(std::unique_lock<std::mutex>& lock) {
+void Communicator::announce_ended_calls_locked() {
   if (driving_) return;  // the driver announces
-  if (control_.has_unannounced_calls() && !failure_ && !closed_) poll_control(lock);
-  if (driving_) return;
   const bool alive = !failure_ && !closed_;
   if (alive && control_.has_unannounced_calls()) control_.announce();
   announces_ = alive && control_.has_unannounced_calls();
 }
 
-// Does the progress thread's work between calls. After drop() no call will report a mismatch, so
-// this logs it.
+// Does the progress thread's work between calls: answers ranks that ask where this one is, however
+// long its program is busy elsewhere. What ends the communicator is left to the next call, which
+// may wait to learn the cause: the others of the thread do not.
 bool Communicator::serve_between_calls() {
   std::unique_lock lock(mutex_);
-  announce_ended_calls(lock);
-  if (dropped_ && !driving_ && !failure_ && !closed_) poll_control(lock);
-  if (!dropped_ || driving_) return announces_ || dropped_;
+  serve_locked();
+  announce_ended_calls_locked();
+  if (dropped_) settle_dropped(lock);
+  return !failure_ && !closed_;
+}
+
+// After drop() no call will report a mismatch, so this logs it.
+void Communicator::settle_dropped(std::unique_lock<std::mutex>& lock) {
+  if (!driving_ && !failure_ && !closed_) poll_control(lock);
+  if (driving_) return;
   dropped_ = !failure_ && !closed_ && control_.unsettled_peer() != kNoPeer;
-  if (unreported_) {
-    try {
-      std::rethrow_exception(failure_);
-    } catch (const Error& error) {
-      log_(error.what());
-    }
+  if (!unreported_) return;
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const Error& error) {
+    log_(error.what());
   }
-  return announces_ || dropped_;
 }
 
 void Communicator::stop_progress_thread() {

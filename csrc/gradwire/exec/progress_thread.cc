@@ -15,8 +15,10 @@
 namespace gradwire::exec {
 namespace {
 
-constexpr int kMostMilliseconds = 100;  // of one sleep
-constexpr double kServeSeconds = 0.1;   // between two looks at a member between its calls
+constexpr int kMostMilliseconds = 1000;  // of one sleep
+// After which a member is served between its calls, and again. Ranks that ask where another one is
+// wait twice as long for its answer.
+constexpr double kServeSeconds = 0.1, kServeAgainSeconds = 0.25;
 
 }  // namespace
 
@@ -30,8 +32,8 @@ void ProgressThread::wake(Member& member) {
 void ProgressThread::serve(Member& member) {
   const std::lock_guard life(life_);
   const std::lock_guard lock(mutex_);
-  Deadline& at = entry_of(member)->serve_at;
-  if (at.is_never()) at = Deadline::after(kServeSeconds);
+  entry_of(member)->served = true;
+  serve_at_ = std::min(serve_at_, Deadline::after(kServeSeconds));
   start();
 }
 
@@ -117,44 +119,40 @@ void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& dr
   }
 }
 
+// Serves all members at once but those that are driven: a turn does what serves them.
 void ProgressThread::serve_due(std::unique_lock<std::mutex>& lock) {
+  if (!serve_at_.passed()) return;
+  serve_at_ = Deadline::never();
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     const std::shared_ptr<Entry> entry = entries_[i];
-    if (entry->used || !entry->serve_at.passed()) continue;
+    if (entry->used || !std::exchange(entry->served, false)) continue;
     entry->used = true;
-    entry->serve_at = Deadline::never();
     lock.unlock();
     const bool again = entry->member->serve_between_calls();
     lock.lock();
-    if (again) entry->serve_at = Deadline::after(kServeSeconds);
+    entry->served = entry->served || again;
     give_back(*entry);
   }
+  if (std::ranges::any_of(entries_, [](const auto& each) { return each->served; }))
+    serve_at_ = std::min(serve_at_, Deadline::after(kServeAgainSeconds));
 }
 
 void ProgressThread::await_work(std::unique_lock<std::mutex>& lock, const std::stop_token& stop) {
+  const Deadline next = serve_at_;
   const auto wanted = [&] {
-    return stop.stop_requested() ||
+    return stop.stop_requested() || serve_at_ < next ||
            std::ranges::any_of(entries_, [](const auto& each) { return each->is_due(); });
   };
-  const Deadline next = next_service();
   if (next.is_never())
-    changed_.wait(lock, [&] { return wanted() || !next_service().is_never(); });
+    changed_.wait(lock, wanted);
   else
     changed_.wait_for(lock, std::chrono::milliseconds(next.milliseconds_left(kMostMilliseconds)),
                       wanted);
 }
 
-// Of members that nobody drives: a turn of the others does what serves them.
-Deadline ProgressThread::next_service() const {
-  Deadline next = Deadline::never();
-  for (const auto& each : entries_)
-    if (!each->used) next = std::min(next, each->serve_at);
-  return next;
-}
-
 void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& driven,
                                 unsigned& idle) {
-  const int most_milliseconds = next_service().milliseconds_left(kMostMilliseconds);
+  const Deadline next_service = serve_at_;
   turning_ = true;
   lock.unlock();
   bool moved = false;
@@ -170,7 +168,7 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& dri
   else if (!moved && idle <= spins + kYields)
     ::sched_yield();
   else if (!moved)
-    sleep(driven, most_milliseconds);
+    sleep(driven, next_service);
   lock.lock();
   turning_ = false;
   for (const auto& each : driven) {
@@ -200,7 +198,8 @@ void ProgressThread::end_failed(std::unique_lock<std::mutex>& lock, Entry& entry
 }
 
 // Sleeps until a doorbell rings. Each member has armed its own and looked once more by then.
-void ProgressThread::sleep(const Entries& driven, int most) {
+void ProgressThread::sleep(const Entries& driven, const Deadline& until) {
+  int most = until.milliseconds_left(kMostMilliseconds);
   doorbells_.assign(1, {bell_.get(), POLLIN, 0});
   for (const auto& each : driven) most = std::min(most, each->member->before_sleep(doorbells_));
   if (most >= 0) ::poll(doorbells_.data(), doorbells_.size(), most);

@@ -40,7 +40,8 @@ class ProgressThread {
     // -1 where something has moved. Each is followed by after_sleep().
     virtual int before_sleep(std::vector<pollfd>& doorbells) noexcept = 0;
     virtual void after_sleep() noexcept = 0;
-    // Does what is to be done between calls. Returns whether to call it again a while later.
+    // Does what is to be done between calls, and never blocks for long. Returns whether to call it
+    // again a while later.
     virtual bool serve_between_calls() = 0;
 
    protected:
@@ -52,7 +53,8 @@ class ProgressThread {
   ProgressThread& operator=(const ProgressThread&) = delete;
   ~ProgressThread() = default;  // all members have left
 
-  // Has the thread look after a member that has work; or, a while later, between its calls.
+  // Has the thread look after a member that has work; or, a tenth of a second later, between its
+  // calls. However many members it serves again and again, it wakes for that four times a second.
   void wake(Member& member);
   void serve(Member& member);
   // Returns when the thread no longer uses the member, whose work must be about to end.
@@ -63,9 +65,9 @@ class ProgressThread {
     bool is_due() const noexcept { return wanted && !used; }
 
     Member* member = nullptr;
-    bool wanted = false;  // it may have work
-    bool used = false;    // by the thread, which has released the mutex, or by the next one
-    Deadline serve_at = Deadline::never();
+    bool wanted = false;      // it may have work
+    bool used = false;        // by the thread, which has released the mutex, or by the next one
+    bool served = false;      // when serve_at_ has come
     Turn turn = Turn::kIdle;  // the last one
     std::jthread ending;      // runs end_failed()
   };
@@ -80,9 +82,8 @@ class ProgressThread {
   void serve_due(std::unique_lock<std::mutex>& lock);
   void await_work(std::unique_lock<std::mutex>& lock, const std::stop_token& stop);
   void take_turns(std::unique_lock<std::mutex>& lock, Entries& driven, unsigned& idle);
-  void sleep(const Entries& driven, int most);
+  void sleep(const Entries& driven, const Deadline& until);
   void end_failed(std::unique_lock<std::mutex>& lock, Entry& entry);
-  Deadline next_service() const;
   void give_back(Entry& entry);
 
   std::mutex life_;  // held where the thread begins or ends; taken before mutex_
@@ -92,6 +93,7 @@ class ProgressThread {
   Entries entries_;
   UniqueFd bell_;         // an eventfd: wakes the thread where it sleeps on doorbells
   bool turning_ = false;  // the thread takes turns, or sleeps on doorbells
+  Deadline serve_at_ = Deadline::never();  // of all that are served
   std::vector<pollfd> doorbells_;
   std::jthread thread_;
 };

@@ -218,7 +218,7 @@ class _Attempt:
                     f"timed out: rank {names} of {self._mesh.size} published an address and then "
                     f"did not connect to rank {self._mesh.rank} at {self._own.where('tcp')} within "
                     f"{self._deadline.seconds:g} s: it has probably failed, or a firewall keeps it "
-                    "out"
+                    "out; or give more time with timeout="
                 )
 
     def _check_peers(self) -> None:

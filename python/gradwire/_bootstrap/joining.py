@@ -187,7 +187,8 @@ def join(options: JoinOptions, make: Callable[[Mesh, float], Made], deadline: De
             raise RendezvousError(
                 f"timed out: nobody let this process into job {options.job!r} within "
                 f"{deadline.seconds:g} s ({reason}): is it running, does rank 0 call "
-                "should_resize() and do all ranks call resize() then, and is store= the same?"
+                "should_resize() and do all ranks call resize() then, and is store= the same? Or "
+                "give more time with timeout="
             )
         _log.info("asking again: %s", reason)
         lost += request.seconds if request is not None else 0.0

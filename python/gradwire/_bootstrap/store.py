@@ -293,7 +293,8 @@ def _connect(
                 raise RendezvousError(
                     f"timed out: could not reach the store at {address} within "
                     f"{deadline.seconds:g} s ({error}): is rank 0 running, and is it "
-                    "the same job (GRADWIRE_JOB)?" + (name if address.named else "")
+                    "the same job (GRADWIRE_JOB)? Or give more time with timeout=."
+                    + (name if address.named else "")
                 ) from error
         turn += 1
         pause.wait(min(_RETRY, deadline.remaining))

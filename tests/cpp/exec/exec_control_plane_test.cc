@@ -51,6 +51,25 @@ TEST_F(Planes, InACircleTheSilentRankIsNamed) {
   EXPECT_EQ(plane(0).end_of_chain(1).peer, 3);
 }
 
+TEST_F(Planes, InACircleWhoIsOutsideIsNamedIfNobodyIsSilent) {
+  waits(0, 1);
+  waits(1, 0);
+  waits(2, 0);
+  plane(0).query_positions();
+  poll({1, 2, 3, 0});
+  EXPECT_TRUE(plane(0).has_replied(3));
+  EXPECT_EQ(plane(0).end_of_chain(1).peer, 3);
+}
+
+TEST_F(Planes, AWordOfARankResetsItsSilence) {
+  const double before = plane(0).seconds_since_word_of(1);
+  waits(1, 2);
+  poll({0});
+  EXPECT_LE(plane(0).seconds_since_word_of(1), plane(0).seconds_since_word_of(2));
+  EXPECT_GE(plane(0).seconds_since_word_of(2), before);
+  EXPECT_EQ(plane(0).text_of_position(1).substr(0, 29), "rank 1 waits for rank 2 in ca");
+}
+
 TEST_F(Planes, WhoClosedCleanlyIsNotExpectedToAnswer) {
   plane(3).close_gracefully(Deadline::after(0));
   plane(2).close_now();

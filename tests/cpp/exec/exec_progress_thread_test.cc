@@ -58,14 +58,17 @@ class Player final : public ProgressThread::Member {
   }
   void after_sleep() noexcept override {}
   bool serve_between_calls() override {
+    if (when_served) when_served();
     ++served;
     served.notify_all();
-    return served < 2;
+    return served < services;
   }
 
   std::atomic<int> asked{0}, sleeps{0}, served{0};
   int longest_sleep = 1;  // ms
+  int services = 2;       // so often it wants to be served
   std::function<void()> when_taken;
+  std::function<void()> when_served;
   std::function<void()> when_ended;  // it fails in its first turn
 
  private:
@@ -116,6 +119,45 @@ TEST(ProgressThread, ServesAsLongAsAMemberWantsIt) {
   ++ball;
   thread.leave(busy);
   EXPECT_EQ(idle.served, 2);
+}
+
+// Groups are served as long as they live, and there may be many of them.
+TEST(ProgressThread, WakesSeldomHoweverManyMembersItServes) {
+  constexpr int kMembers = 20, kServices = 4;
+  std::atomic<int> ball{0};
+  std::vector<std::unique_ptr<Player>> idle;
+  ProgressThread thread;
+  const double before = processor_seconds();
+  const auto began = std::chrono::steady_clock::now();
+  for (int i = 0; i < kMembers; ++i) {
+    idle.push_back(std::make_unique<Player>(ball, 0, 1, 0));
+    idle.back()->services = kServices;
+    idle.back()->when_served = [&idle,
+                                at = i] {  // those before it are as far: they were served in one go
+      for (int j = 0; j < at; ++j) EXPECT_EQ(idle[j]->served, idle[at]->served + 1) << j << at;
+    };
+  }
+  for (auto& each : idle) thread.serve(*each);
+  for (auto& each : idle) await(each->served, kServices);
+  const auto took = std::chrono::steady_clock::now() - began;
+  EXPECT_GE(took, std::chrono::milliseconds(100 + (kServices - 1) * 250));
+  EXPECT_LT(processor_seconds() - before, 0.1);
+  for (auto& each : idle) thread.leave(*each);
+}
+
+TEST(ProgressThread, ServesSoonWhoAsksWhileOthersAreServedSeldom) {
+  std::atomic<int> ball{0};
+  Player idle(ball, 0, 1, 0), late(ball, 0, 1, 0);
+  idle.services = 1000;
+  ProgressThread thread;
+  thread.serve(idle);
+  await(idle.served, 1);
+  const auto began = std::chrono::steady_clock::now();
+  thread.serve(late);
+  await(late.served, 1);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(240));
+  thread.leave(late);
+  thread.leave(idle);
 }
 
 // One that fails asks other ranks for the cause, and waits for their answers.

@@ -176,8 +176,9 @@ def stop_a_rank() -> tuple[str, int]:
     if dist.get_rank() == 1:
         store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(gradwire.Timeout):
+    with pytest.raises(gradwire.Timeout) as raised:
         step(ddp, 2)
+    assert "It has not been heard of for" in str(raised.value)
     if dist.get_rank() == 0:
         os.kill(int(store.get("stopped")), signal.SIGCONT)
     return type(state.error).__name__, state.error.peer

@@ -257,6 +257,28 @@ bool ControlPlane::awaits_replies(double seconds) const {
   return Clock::now() < queried_at_ + std::chrono::duration<double>(seconds) && !all_replied();
 }
 
+double ControlPlane::seconds_since_word_of(Rank peer) const {
+  const Clock::time_point last = std::max(made_at_, last_position_of(peer).received_at);
+  return std::chrono::duration<double>(Clock::now() - last).count();
+}
+
+std::string ControlPlane::text_of_position(Rank peer) const {
+  const LastPosition& last = last_position_of(peer);
+  if (last.received_at == Clock::time_point{})
+    return name(peer) +
+           " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
+  const ControlFrame& said = last.frame;
+  if ((said.flags & transport::kElsewhere) != 0)
+    return name(peer) + " waits in another group, for rank " + std::to_string(said.segment) +
+           " of the job";
+  const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
+  if (said.culprit != kNoPeer)
+    return name(peer) + " waits for " + name(said.culprit) + " in " + call;
+  if ((said.flags & transport::kInCall) != 0) return name(peer) + " is in " + call;
+  return name(peer) + " was last heard of outside gradwire, having begun " +
+         std::to_string(said.calls) + " calls";
+}
+
 ChainEnd ControlPlane::end_of_chain(Rank peer) const {
   Rank at = peer;
   for (int way = 0; way < size_ && at != kNoPeer && at != rank_; ++way) {
@@ -267,9 +289,18 @@ ChainEnd ControlPlane::end_of_chain(Rank peer) const {
     if (said.culprit == kNoPeer) return {at};
     at = said.culprit;
   }
-  for (Rank other = 0; other < size_; ++other)
-    if (is_present(other) && is_silent(other)) return {other};
+  for (const bool silent : {true, false})
+    for (Rank other = 0; other < size_; ++other)
+      if (is_present(other) && (silent ? is_silent(other) : waits_for_nobody(other)))
+        return {other};
   return {peer};
+}
+
+// Returns whether a rank has said that it is outside of any call, and waits for nobody.
+bool ControlPlane::waits_for_nobody(Rank peer) const {
+  const transport::ControlFrame& said = last_position_of(peer).frame;
+  return said.culprit == kNoPeer &&
+         (said.flags & (transport::kInCall | transport::kElsewhere)) == 0;
 }
 
 std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,

@@ -105,8 +105,14 @@ class ControlPlane {
   // Returns the rank that all others wait for, according to the last query: the first rank on the
   // chain from `peer` that has not replied or waits for nobody; if the chain leads out of the
   // communicator, its end as the last member knows it; if it is a circle, a rank that has not
-  // replied.
+  // replied, or else one that waits for nobody.
   ChainEnd end_of_chain(Rank peer) const;
+  // Returns whether a rank has answered the last query.
+  bool has_replied(Rank peer) const { return !is_silent(peer); }
+  // Returns the seconds since a rank's last position came or, without one, since it was adopted.
+  double seconds_since_word_of(Rank peer) const;
+  // Describes the position that a rank sent last: "rank 1 waits for rank 2 in call 12, ...".
+  std::string text_of_position(Rank peer) const;
   const LastPosition& last_position_of(Rank peer) const {
     return last_positions_.at(static_cast<std::size_t>(peer));
   }
@@ -151,6 +157,7 @@ class ControlPlane {
   void compare_ends() const;
   void send_call_records(Rank to, std::uint32_t call) noexcept;
   bool is_present(Rank peer) const { return control_.connected(peer) && !control_.said_bye(peer); }
+  bool waits_for_nobody(Rank peer) const;
   bool is_silent(Rank peer) const { return last_position_of(peer).received_at < queried_at_; }
   std::optional<std::exception_ptr> ask_others(Rank peer, const Interrupt& interrupt);
   std::exception_ptr closed_early(Rank peer) const;
@@ -168,7 +175,8 @@ class ControlPlane {
   std::vector<transport::ControlEvent> kept_;  // by serve(), which did not throw their errors
   CallHistory history_;
   std::vector<LastPosition> last_positions_;  // by peer
-  bool some_are_ahead_ = false;               // to be compared when this rank comes to their call
+  Clock::time_point made_at_ = Clock::now();
+  bool some_are_ahead_ = false;  // to be compared when this rank comes to their call
   bool closing_ = false;
   bool unannounced_ = false;
   std::uint32_t settled_ = 0;               // calls that are settled by their data

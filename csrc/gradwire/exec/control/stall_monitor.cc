@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/exec/control/status_scan.h"
-
 namespace gradwire::exec {
 namespace {
 
@@ -35,23 +33,6 @@ std::string reason(const Wait& wait) {
          std::to_string(wait.round);
 }
 
-// Describes the position that a rank announced last.
-std::string describe_last_position(Rank rank, const ControlPlane::LastPosition& last) {
-  if (last.received_at == ControlPlane::Clock::time_point{})
-    return name_of(rank) +
-           " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
-  const transport::ControlFrame& said = last.frame;
-  if ((said.flags & transport::kElsewhere) != 0)
-    return name_of(rank) + " waits in another group, for rank " + std::to_string(said.segment) +
-           " of the job";
-  const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
-  if (said.culprit != kNoPeer)
-    return name_of(rank) + " waits for " + name_of(said.culprit) + " in " + call;
-  if ((said.flags & transport::kInCall) != 0) return name_of(rank) + " is in " + call;
-  return name_of(rank) + " was last heard of outside gradwire, having begun " +
-         std::to_string(said.calls) + " calls";
-}
-
 }  // namespace
 
 // Looks up what a rank does: in its status page if it is on this host, else in its last frame.
@@ -61,18 +42,14 @@ struct StallMonitor::PositionLookup {
   std::vector<RankStatus> here;
 
   const RankStatus* find(Rank rank) const {
-    for (const RankStatus& each : here) {
-      const bool same_job = self.tag_ != 0 ? each.page.tag == self.tag_ : each.pid == ::getpid();
-      if (same_job && each.page.communicator == self.communicator_ && each.page.rank == rank)
-        return &each;
-    }
-    return nullptr;
+    const auto found = std::ranges::find_if(
+        here, [&](const RankStatus& each) { return self.is_status_of(each, rank); });
+    return found == here.end() ? nullptr : &*found;
   }
 
   std::string describe(Rank rank) const {
     const RankStatus* seen = find(rank);
-    return seen ? exec::describe(*seen)
-                : describe_last_position(rank, control.last_position_of(rank));
+    return seen ? exec::describe(*seen) : control.text_of_position(rank);
   }
 
   // Returns whom a rank waits for. A stopped rank waits for nobody, whatever its page shows.
@@ -102,6 +79,17 @@ StallMonitor::StallMonitor(const Identity& identity, double stall_seconds, Log l
       publish_after_(nanoseconds(stall_seconds > 0 ? std::min(kPublishSeconds, stall_seconds)
                                                    : kPublishSeconds)),
       log_after_(nanoseconds(stall_seconds)) {}
+
+bool StallMonitor::is_status_of(const RankStatus& found, Rank rank) const {
+  const bool same_job = tag_ != 0 ? found.page.tag == tag_ : found.pid == ::getpid();
+  return same_job && found.page.communicator == communicator_ && found.page.rank == rank;
+}
+
+std::optional<RankStatus> StallMonitor::seen_here(Rank rank) const {
+  for (const RankStatus& each : ranks_on_this_host())
+    if (is_status_of(each, rank)) return each;
+  return std::nullopt;
+}
 
 void StallMonitor::report(const Wait& wait, const ControlPlane& control) {
   const bool stalled = log_after_ > 0 && coarse_now() - idle_since_ >= log_after_;

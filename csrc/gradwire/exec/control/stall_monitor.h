@@ -7,12 +7,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include "gradwire/base/log.h"
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/status.h"
+#include "gradwire/exec/control/status_scan.h"
 
 namespace gradwire::exec {
 
@@ -46,6 +48,8 @@ class StallMonitor {
   // Returns whether report() is due: while nothing moves, it publishes once and logs once.
   bool due() const noexcept { return coarse_now() >= due_at_; }
   void report(const Wait& wait, const ControlPlane& control);
+  // Returns what a rank's status page shows, if it is on this host.
+  std::optional<RankStatus> seen_here(Rank rank) const;
 
   void set_failed(std::string_view reason) noexcept { status_.set_failed(reason); }
   void release() noexcept { status_.release(); }
@@ -61,6 +65,7 @@ class StallMonitor {
   };
 
   struct PositionLookup;
+  bool is_status_of(const RankStatus& found, Rank rank) const;
   void log_stall(const Wait& wait, const ControlPlane& control);
 
   Rank rank_;

@@ -27,6 +27,7 @@ struct Transfer {
   std::byte* data = nullptr;
   std::size_t size = 0;  // bytes
   Rank peer = kAnyRank;  // recv: kAnyRank until matched
+  double timeout = 0;    // seconds
   Deadline deadline = Deadline::never();
   std::size_t moved = 0;        // bytes so far
   std::uint32_t parts = 0;      // frames so far

@@ -125,8 +125,12 @@ class Receive:
             call()
 
     def _late(self, seconds: float) -> Timeout:
-        text = f"recv from {_name(self.source)} with tag {self.tag} is not over after {seconds:g} s"
-        return self.blame_source(Timeout(text))
+        return self.blame_source(
+            Timeout(
+                f"recv from {_name(self.source)} with tag {self.tag} timed out: it is not over "
+                f"after its timeout={seconds:g} s"
+            )
+        )
 
     def _take(self, message: _Message) -> None:
         """Copies a message that came before the receive; checks its size."""
