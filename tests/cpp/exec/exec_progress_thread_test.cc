@@ -125,19 +125,24 @@ TEST(ProgressThread, ServesAsLongAsAMemberWantsIt) {
 TEST(ProgressThread, WakesSeldomHoweverManyMembersItServes) {
   constexpr int kMembers = 20, kServices = 4;
   std::atomic<int> ball{0};
+  std::atomic<bool> all_ask{false};
   std::vector<std::unique_ptr<Player>> idle;
-  ProgressThread thread;
-  const double before = processor_seconds();
-  const auto began = std::chrono::steady_clock::now();
+  // Those before one have been served in the same go.
+  const auto look = [&](int at) {
+    all_ask.wait(false);
+    for (int i = 0; i < at; ++i) EXPECT_EQ(idle[i]->served, idle[at]->served + 1) << i << at;
+  };
   for (int i = 0; i < kMembers; ++i) {
     idle.push_back(std::make_unique<Player>(ball, 0, 1, 0));
     idle.back()->services = kServices;
-    idle.back()->when_served = [&idle,
-                                at = i] {  // those before it are as far: they were served in one go
-      for (int j = 0; j < at; ++j) EXPECT_EQ(idle[j]->served, idle[at]->served + 1) << j << at;
-    };
+    idle.back()->when_served = [&look, i] { look(i); };
   }
+  ProgressThread thread;
+  const double before = processor_seconds();
+  const auto began = std::chrono::steady_clock::now();
   for (auto& each : idle) thread.serve(*each);
+  all_ask = true;
+  all_ask.notify_all();
   for (auto& each : idle) await(each->served, kServices);
   const auto took = std::chrono::steady_clock::now() - began;
   EXPECT_GE(took, std::chrono::milliseconds(100 + (kServices - 1) * 250));

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import gradwire.torch
 import torch
 import torch.distributed as dist
 import torch_hosts
+from ranks import eventually
 from torch.nn.parallel import DistributedDataParallel
 
 MISSING = namespaces.missing()
@@ -76,3 +80,42 @@ def test_ranks_that_torchrun_starts_meet_though_the_masters_name_means_loopback(
     )
     for rank, interface in enumerate(found):
         assert interface == f"eth0 (10.77.0.{rank + 1}): it reaches the store"
+
+
+def train_for_ever(under_way: Path) -> int:
+    """The peer that this rank names, whose host is cut off while they train."""
+    os.environ["GRADWIRE_TCP_TIMEOUT_SECONDS"] = "2"  # in place of 15; the group waits 30 minutes
+    ddp = DistributedDataParallel(torch.nn.Linear(300, 200))
+    state = gradwire.torch.register(ddp)
+
+    def train() -> None:
+        while True:
+            ddp(torch.ones(4, 300)).sum().backward()
+            if state.steps > 2:  # in the second forward DDP itself communicates, by gloo
+                under_way.touch()
+
+    with pytest.raises(gradwire.TransportError) as raised:
+        train()
+    assert repr(raised.value) == repr(state.error)
+    return raised.value.peer
+
+
+def test_a_host_that_vanishes_is_found_long_before_the_timeout(
+    network: Network, tmp_path: Path
+) -> None:
+    under_way, over = tmp_path / "under way", threading.Event()
+
+    def cut() -> None:
+        eventually(under_way.exists)
+        with network.cut(1):
+            over.wait()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    try:
+        found = torch_hosts.run(network, PLACES, partial(train_for_ever, under_way), backend="gloo")
+    finally:
+        over.set()
+        cutter.join()
+    assert found[:2] == [2, 2]
+    assert found[2] in (0, 1)

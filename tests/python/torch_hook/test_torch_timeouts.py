@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import DiLoCo, OneBitAdam, Ranks, register
+from gradwire.torch import DeMo, DiLoCo, DistributedLion, OneBitAdam, Ranks, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, mlp
 
@@ -25,6 +25,9 @@ def chosen(backend: str) -> list[float]:
         register(DistributedDataParallel(mlp())),
         OneBitAdam(mlp().named_parameters(), warm_up=1, ranks=group),
         DiLoCo(net, inner, ranks=group),
+        DistributedLion(mlp().named_parameters(), ranks=group),
+        DeMo(mlp().named_parameters(), ranks=group),
+        DeMo(mlp().named_parameters(), ranks=Ranks(group, timeout=44)),
     ]
     return [each.communicator._timeout for each in states]
 
@@ -33,7 +36,19 @@ def chosen(backend: str) -> list[float]:
 def test_the_process_groups_timeout_is_the_default(backend: str) -> None:
     whole = dist.constants.default_pg_timeout.total_seconds()
     for found in torch_ranks.run(2, chosen, backend):
-        assert found == [77, 33, whole, 77, 77]
+        assert found == [77, 33, whole, 77, 77, 77, 77, 44]
+
+
+def changed() -> float:
+    """The timeout of what is made over a group of the backend whose timeout has changed."""
+    group = dist.new_group(backend="gradwire", timeout=timedelta(seconds=77))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=55), group)
+    optimizer = OneBitAdam(mlp().named_parameters(), warm_up=1, process_group=group)
+    return float(optimizer.communicator._timeout)
+
+
+def test_a_timeout_of_the_group_that_has_changed_counts() -> None:
+    assert torch_ranks.run(2, changed) == [55, 55]
 
 
 def late() -> str:

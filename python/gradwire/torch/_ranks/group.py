@@ -30,6 +30,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return float(default_pg_timeout.total_seconds())
 
 
+def default_timeout() -> float:
+    """The timeout of the default process group in seconds; torch's default without a group."""
+    if dist.is_available() and dist.is_initialized():
+        return timeout_of(dist.distributed_c10d._get_default_group())
+    return float(default_pg_timeout.total_seconds())
+
+
 def communicator_of(group: dist.ProcessGroup, timeout: float | None = None) -> Communicator:
     """Connects the ranks of `group`; each of them calls it. `timeout` is the group's if None.
 
@@ -60,11 +67,15 @@ def communicator_of(group: dist.ProcessGroup, timeout: float | None = None) -> C
 def communicator_over(
     group: dist.ProcessGroup, timeout: float | None = None
 ) -> tuple[Communicator, bool]:
-    """The communicator of a group of the backend gradwire, or one made; and whether it was made."""
+    """The communicator of a group of the backend gradwire, or one made; and whether it was made.
+
+    One is made, too, where that of the group has another timeout than the one that is to be.
+    """
     endpoint = endpoint_of(group)
-    if endpoint is not None:
+    limit = timeout_of(group) if timeout is None else seconds(timeout)
+    if endpoint is not None and endpoint.communicator._timeout == limit:
         return endpoint.communicator, False
-    return communicator_of(group, timeout), True
+    return communicator_of(group, limit), True
 
 
 def _job_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

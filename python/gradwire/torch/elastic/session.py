@@ -17,6 +17,7 @@ import gradwire
 from gradwire._base import arguments
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
+from gradwire.torch._ranks.group import default_timeout
 from gradwire.torch._ranks.ranks import Ranks, RanksLike, ranks_of
 from gradwire.torch.elastic import random_state
 from gradwire.torch.elastic.averaging import BUCKET_BYTES, Averager, Averaging
@@ -55,6 +56,7 @@ class Session:
         owns: bool,
         min_ranks: int | None,
         wait: float,
+        patience: float,
         verify: bool,
         settings: dict[str, object],
     ) -> None:
@@ -62,6 +64,7 @@ class Session:
         self._replica, self._sampler, self._averager = replica, sampler, averager
         self._reach, self._rates, self._owns = reach, rates, owns
         self._min_ranks, self._wait, self._verify = min_ranks, wait, verify
+        self._patience = patience
         self._settings = settings
         self._comm: Communicator | None = None
         self._steps = self._changes = 0
@@ -109,7 +112,7 @@ class Session:
         """Connects to the other ranks, or joins them."""
         comm, self._joined = self._reach()
         self._has_state = not self._joined and comm.rank == 0
-        self._comm = comm
+        self._use(comm)
         try:
             if not self._owns:
                 comm.accept_joins()
@@ -139,6 +142,8 @@ class Session:
             _log.debug("the step that %s broke off: %s", type(error).__name__, problem)
         finally:
             self._averager.close()
+            if comm is not None:
+                comm._core.set_patience(0)
             if comm is not None and self._owns:
                 comm.close()
 
@@ -279,9 +284,15 @@ class Session:
     def _resize(self) -> None:
         comm = self.communicator
         least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait)
-        self._comm = comm.resize(wait=wait, min_ranks=least)
+        made = comm.resize(wait=wait, min_ranks=least)
+        self._use(made)
         self._changes += 1
-        self._require_progress(self._comm.size == comm.size and not self._comm.joined)
+        self._require_progress(made.size == comm.size and not made.joined)
+
+    def _use(self, comm: Communicator) -> None:
+        """Goes on with these ranks, and waits for those that are slow."""
+        comm._core.set_patience(self._patience)
+        self._comm = comm
 
     def _require_progress(self, same: bool) -> None:
         """Raises Error where a step has failed too often with the same ranks, alike on all."""
@@ -430,6 +441,7 @@ def session(
     bucket_bytes: int = BUCKET_BYTES,
     verify: bool = False,
     ranks: RanksLike = None,
+    patience: float | None = None,
 ) -> Session:
     """Makes a training loop that goes on when ranks come and go; `with` connects it.
 
@@ -448,8 +460,12 @@ def session(
     After a loss the others go on if they are a majority of the ranks before, or half of them with
     rank 0; otherwise they raise RendezvousError. With `min_ranks` that number alone decides: fewer
     ranks, also at the start, wait up to `wait` seconds for joiners, and then raise RendezvousError.
-    After the timeout of `ranks` a silent one counts as lost. `verify` compares the state of all
-    ranks bit by bit after each change, and gives those that differ the state of the lowest rank.
+    After the timeout of `ranks` one that does not answer, since it is stopped, counts as lost. One
+    that answers is slow, as while it saves a checkpoint: the others wait `patience` seconds for its
+    part of a step (the default process group's timeout if None, or torch's default, 1800, where
+    there is no group). After the loss of another rank each has the timeout of `ranks` to come to
+    its next call. `verify` compares the state of all ranks bit by bit after each change, and gives
+    those that differ the state of the lowest rank.
 
     Without a communicator in `ranks`, `with` calls ``gradwire.init(elastic=True)``, and raises what
     that raises: JobOver in a process that was started to replace another one when the others are at
@@ -465,6 +481,7 @@ def session(
     way = require_way(global_batch)
     given, over = compression_of(compression), _reachable(ranks)
     least = None if min_ranks is None else arguments.whole(min_ranks, "min_ranks", least=1)
+    slow = default_timeout() if patience is None else arguments.seconds(patience, "patience")
     if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
         raise InvalidArgument(f"wait={wait!r} is no number of seconds from 0")
     named = dict(model.named_parameters())
@@ -499,6 +516,7 @@ def session(
         owns=over.over is None,
         min_ranks=least,
         wait=wait,
+        patience=slow,
         verify=arguments.flag(verify, "verify"),
         settings=alike,
     )
