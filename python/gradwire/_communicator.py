@@ -14,6 +14,7 @@ from gradwire._arrays.operands import device_of, on_cpu, writable, written
 from gradwire._base import arguments, stops
 from gradwire._base.arguments import flag, seconds, whole
 from gradwire._base.deadline import Deadline
+from gradwire._base.texts import encodable
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.groups import split as _split
@@ -358,9 +359,10 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         It returns at once; within 0.2 s no call is blocked any more. `shrink` can go on from there.
         For a `close` that has said goodbye, it only ends the wait, on this rank alone.
         """
-        self._core.abort(f"rank {self.rank}: {reason}")
+        text = encodable(f"rank {self.rank}: {reason}")
+        self._core.abort(text)
         if self._gpu is not None:
-            self._gpu.abort(f"rank {self.rank}: {reason}")
+            self._gpu.abort(text)
 
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Makes a communicator of the ranks that survived the failure of this one.

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.texts import encodable
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.through_torch.open_exchange import ANSWER_OVERHEAD, Question, answer_to
@@ -104,7 +105,7 @@ def _make_endpoint(at: Address, secret: bytes | None) -> Endpoint:
 
 def pack_failure(reason: str) -> bytes:
     """Encodes what rank 0 advertises instead of an endpoint when it has given up."""
-    return f"{_NOWHERE} rank 0 gave up: {reason}".encode()
+    return encodable(f"{_NOWHERE} rank 0 gave up: {reason}").encode()
 
 
 class Place(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.texts import encodable
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.store import StoreClient
@@ -241,7 +242,7 @@ def _missing(ranks: Sequence[int], launch: LaunchInfo, deadline: Deadline) -> Re
 
 def _pack_failure(lost_rank: int | None, text: str) -> bytes:
     """Encodes why a rank gives up, and which rank it has lost, if any."""
-    return f"{'-' if lost_rank is None else lost_rank} {text}".encode()
+    return encodable(f"{'-' if lost_rank is None else lost_rank} {text}").encode()
 
 
 def _unpack_failure(data: bytes, size: int) -> Error:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from gradwire import _core
 from gradwire._base import environment
+from gradwire._base.texts import encodable
 from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, TransportError
 
 _EXIT_SECONDS = 1.0  # for calls in flight when the interpreter ends
@@ -139,7 +140,7 @@ def _abort_all(error: BaseException) -> None:
 
 def _text(error: BaseException) -> str:
     lines = traceback.format_exception_only(type(error), error)
-    return " ".join("".join(lines).split())[:_MOST_TEXT]
+    return encodable(" ".join("".join(lines).split())[:_MOST_TEXT])
 
 
 def _is_consequence(error: BaseException | None) -> bool:
