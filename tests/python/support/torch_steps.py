@@ -60,6 +60,7 @@ def _local(module: nn.Module, lr: float, group: Group, **options: Any) -> Traini
     outer = DiLoCo(module, inner, every=1, pace=False, process_group=group, **options)
 
     def step() -> None:
+        inner.step()
         outer.step()
         outer.finish()
 
