@@ -1,6 +1,8 @@
-"""Runs the programs of the documentation for accelerate and Lightning, on two ranks each.
+"""Runs the programs of the documentation for trainers, on two ranks each.
 
-`make test-with WHAT=trainers` calls it, by the Python of an environment that has both and gradwire.
+`make test-with WHAT=trainers` calls it, by the Python of an environment that has all of them.
+The programs with the hook train, save and go on from there. They do so as they are, and with
+validation and accumulation; over gloo, and over the backend gradwire.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 LIMIT = 600.0  # seconds, after which a program is taken to hang
-TRAINERS = ("accelerate", "lightning")  # in the pages' order
+TRAINERS = ("accelerate", "lightning", "transformers")  # in the order of the hook's page
 # What Lightning ignores on CPUs; accelerate's own hooks have names.
 DROPPED_HOOK = """
 import gradwire.torch
@@ -86,6 +89,22 @@ VALIDATED = {
     def configure_optimizers(self):
 """,
     },
+    "transformers": {
+        "max_steps=8,": 'max_steps=8, gradient_accumulation_steps=2, eval_strategy="steps", '
+        "eval_steps=1,",
+        "train_dataset=data,": "train_dataset=data, eval_dataset=data,",
+    },
+}
+
+
+# What makes them train over the backend gradwire.
+OVER_BACKEND = {
+    "accelerate": {
+        "accelerator = Accelerator(": 'torch.distributed.init_process_group("gradwire")\n'
+        "accelerator = Accelerator("
+    },
+    "lightning": {'process_group_backend="gloo"': 'process_group_backend="gradwire"'},
+    "transformers": {"once = train()": 'dist.init_process_group("gradwire")\nonce = train()'},
 }
 
 
@@ -104,9 +123,9 @@ def _blocks(text: str) -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-def validated(program: str, trainer: str) -> str:
-    """The program, with validation and accumulation."""
-    for text, instead in VALIDATED[trainer].items():
+def changed(program: str, trainer: str, changes: Mapping[str, Mapping[str, str]]) -> str:
+    """The program of a trainer, with its texts replaced."""
+    for text, instead in changes[trainer].items():
         assert text in program, f"the page has another program for {trainer}: {text!r}"
         program = program.replace(text, instead)
     return program
@@ -133,15 +152,16 @@ def output_of(program: str) -> str:
 
 def main() -> None:
     """Fails where a program does, or its last line tells of something else than it should."""
-    for program, trainer in zip(backend_programs(), TRAINERS, strict=True):
+    for program, trainer in zip(backend_programs(), TRAINERS[:2], strict=True):
         printed = output_of(program)
         assert printed.count(f"{trainer} over gradwire: 0.0") == 2, printed
         print(f"{trainer} over the backend: passed")
     for program, trainer in zip(hook_programs(), TRAINERS, strict=True):
-        for each in (program, validated(program, trainer)):
+        both = program, changed(program, trainer, VALIDATED)
+        for each in (*both, *(changed(one, trainer, OVER_BACKEND) for one in both)):
             printed = output_of(each)
             assert printed.count(f"{trainer}: spread 0.0, resumed alike: True") == 2, printed
-        print(f"{trainer} with the hook, also with validation and accumulation: passed")
+        print(f"{trainer} with the hook, resumed; with validation and accumulation too: passed")
     printed = output_of(DROPPED_HOOK)
     assert printed.count("refused: SGD steps 'net.weight'") == 2, printed
     print("a hook that Lightning drops: refused")
