@@ -40,15 +40,22 @@ def anothers_home(path: Path) -> None:
         pytest.skip("this user may read every folder")
 
 
+@pytest.fixture(params=["HOME", "XDG_CACHE_HOME"])
+def variable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What names the folder of the cache."""
+    for each in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    return str(request.param)
+
+
 @pytest.fixture(params=[a_file, a_loop, anothers_home])
 def broken_home(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """A HOME whose cache cannot be read."""
+    """A folder whose cache cannot be read."""
     make: Callable[[Path], None] = request.param
     make(tmp_path / "home")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "home"))
     monkeypatch.delenv(_model.VARIABLE, raising=False)
     return str(tmp_path / "home")
 
