@@ -86,6 +86,40 @@ def test_other_reductions_of_floats(pool: Pool) -> None:
     pool.run(other_reductions)
 
 
+def integer_averages() -> None:
+    size = dist.get_world_size()
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        sign = 1 if dtype is torch.uint8 else -1
+        own = (sign * torch.arange(1, 2 * size + 1) + dist.get_rank()).to(dtype)
+        total = sum(sign * torch.arange(1, 2 * size + 1) + rank for rank in each_rank())
+        wanted = total.div(size, rounding_mode="trunc").to(dtype)
+        part = wanted.chunk(size)[dist.get_rank()]
+        dist.all_reduce(x := own.clone(), ReduceOp.AVG)
+        equal(x, wanted)
+        work = dist.all_reduce(x := own.repeat(2, 1).t(), ReduceOp.AVG, async_op=True)
+        work.wait()
+        equal(x[:, 0], wanted)
+        dist.reduce(x := own.clone(), 0, ReduceOp.AVG)
+        equal(x, wanted if dist.get_rank() == 0 else own)
+        dist.reduce_scatter(x := torch.empty_like(part), list(own.chunk(size)), ReduceOp.AVG)
+        equal(x, part)
+        dist.reduce_scatter_tensor(x := torch.empty_like(part), own, ReduceOp.AVG)
+        equal(x, part)
+        both = [own.clone(), 2 * own[:1]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_reduce_coalesced(both, ReduceOp.AVG)
+        equal(both[0], wanted)
+        with dist._coalescing_manager():
+            for _ in range(2):
+                dist.reduce_scatter_tensor(x := torch.empty_like(part), own, ReduceOp.AVG)
+        equal(x, part)
+
+
+def test_averages_of_integers_are_cut_off(pool: Pool) -> None:
+    pool.run(integer_averages)
+
+
 def bitwise_reductions() -> None:
     for dtype in (torch.int32, torch.uint8):
         wanted = {
@@ -427,8 +461,8 @@ def sparse() -> None:
         equal(x.to_dense(), total / size if op == ReduceOp.AVG else total)
     with pytest.raises(gradwire.InvalidArgument, match="sparse"):
         dist.all_reduce(rows(rank).to_sparse(), ReduceOp.MAX)
-    for x in (rows(rank).long(), rows(rank).long().to_sparse()):
-        with pytest.raises(gradwire.InvalidArgument, match=r"'avg' of .*int64 .*divide the sum"):
+    for x in (rows(rank).to(torch.uint32), rows(rank).long().to_sparse()):
+        with pytest.raises(gradwire.InvalidArgument, match=r"'avg' of .*int.* divide the sum"):
             dist.all_reduce(x, ReduceOp.AVG)
 
 

@@ -39,6 +39,7 @@ class CoalescedCollectives:
             results = [tensors[i] for i in chosen]
             named, dtype = self._codec.reduction(options.reduceOp, *results)
             staging = self._endpoint.staging("all_reduce", results[0], named)
+            named = staging.averages(named, self._endpoint.communicator.size, results)
             x = [staging.update(each, dtype) for each in results]
             call = partial(all_reduce, x, check="size", **named)
             return self._endpoint.run(call, options, results, staging)
@@ -110,7 +111,9 @@ class CoalescedCollectives:
             staging = Staging()
             x = [flat(staging.read(each)) for each in wholes]
             out = [flat(staging.write(each)) for each in results]
-            call = partial(reduce_scatter, x, out=out, check="size", **keywords(options.reduceOp))
+            size = self._endpoint.communicator.size
+            named = staging.averages(keywords(options.reduceOp), size, results)
+            call = partial(reduce_scatter, x, out=out, check="size", **named)
             return self._endpoint.run(call, options, results, staging)
 
         return self._by_dtype(inputs, begin)

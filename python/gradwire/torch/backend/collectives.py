@@ -39,6 +39,7 @@ class Collectives:
             return _told_by_backward(all_reduce_sparse(self._endpoint, tensor, options))
         named, dtype = self._codec.reduction(options.reduceOp, tensor)
         staging = self._endpoint.staging("all_reduce", tensor, named)
+        named = staging.averages(named, self._endpoint.communicator.size, [tensor])
         x = staging.update(tensor, dtype)
         call = partial(self._endpoint.communicator.all_reduce, x, check="size", **named)
         return _told_by_backward(self._endpoint.run(call, options, [tensor], staging))
@@ -63,10 +64,11 @@ class Collectives:
         (tensor,) = _listed(tensors)
         named, dtype = self._codec.reduction(options.reduceOp, tensor)
         staging = self._endpoint.staging("reduce", tensor, named)
-        root = options.rootRank
-        stage = staging.update if root == self._endpoint.communicator.rank else staging.read
+        root, comm = options.rootRank, self._endpoint.communicator
+        named = staging.averages(named, comm.size, [tensor], here=root == comm.rank)
+        stage = staging.update if root == comm.rank else staging.read
         call = partial(
-            self._endpoint.communicator.reduce,
+            comm.reduce,
             stage(tensor, dtype),
             root=root,
             check="size",
@@ -152,6 +154,7 @@ class Collectives:
         (result,), (blocks,) = _listed(outputs), _nested(inputs)
         named, dtype = self._codec.reduction(options.reduceOp, *blocks)
         staging = self._endpoint.staging("reduce_scatter", result, named)
+        named = staging.averages(named, self._endpoint.communicator.size, [result])
         call = partial(
             self._endpoint.communicator.reduce_scatter,
             [staging.read(each, dtype) for each in blocks],
@@ -168,6 +171,7 @@ class Collectives:
         options = bare_options(opts, given)
         named, dtype = self._codec.reduction(options.reduceOp, input)
         staging = self._endpoint.staging("reduce_scatter", input, named)
+        named = staging.averages(named, self._endpoint.communicator.size, [output])
         call = partial(
             self._endpoint.communicator.reduce_scatter,
             flat(staging.read(input, dtype)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from gradwire.torch.backend.operations import Finished, ResultStream, Waited
 from gradwire.torch.exchange.payloads import Payloads
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DIVIDED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # by torch
 
 
 class Staging:
@@ -71,6 +73,29 @@ class Staging:
         """Memory of the tensor's shape that `finish` copies back into it."""
         require_cpu(tensor)
         return self._stand_in(tensor, made)
+
+    def averages(
+        self,
+        named: dict[str, Any],
+        ranks: int,
+        results: Sequence[torch.Tensor],
+        *,
+        here: bool = True,
+    ) -> dict[str, Any]:
+        """The keywords of a reduction. Integers are summed, and `finish` divides, if `here`.
+
+        As in NCCL, fractions are cut off.
+        """
+        if named["op"] != "avg" or results[0].dtype not in _DIVIDED:
+            return named
+
+        def divide() -> None:
+            for each in results:
+                each.div_(ranks, rounding_mode="trunc")
+
+        if here:
+            self.at_the_end(divide)
+        return {**named, "op": "sum"}
 
     def at_the_end(self, call: Callable[[], None]) -> None:
         """Has `finish` make a call, after its copies."""
