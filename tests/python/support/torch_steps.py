@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_versions import has_fsdp_hooks
+from trainer_options import grouped
 
 
 class Training(NamedTuple):
@@ -40,7 +41,7 @@ Group = dist.ProcessGroup | None
 def _hook(module: nn.Module, lr: float, group: Group, **options: Any) -> Training:
     ddp = DistributedDataParallel(module, process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
-    register(ddp, optimizer=optimizer, **options)
+    register(ddp, optimizer=optimizer, **grouped(**options))
     return Training(ddp, optimizer, optimizer.step)
 
 
@@ -50,14 +51,14 @@ def _sharded(module: nn.Module, lr: float, group: Group, **options: Any) -> Trai
 
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
     model = fully_shard(module, mesh=mesh)
-    register_fsdp(model, **options)
+    register_fsdp(model, **grouped(**options))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return Training(model, optimizer, optimizer.step)
 
 
 def _local(module: nn.Module, lr: float, group: Group, **options: Any) -> Training:
     inner = torch.optim.SGD(module.parameters(), lr=lr)
-    outer = DiLoCo(module, inner, every=1, pace=False, process_group=group, **options)
+    outer = DiLoCo(module, inner, every=1, pace=False, **grouped(over=group, **options))
 
     def step() -> None:
         inner.step()
@@ -70,7 +71,7 @@ def _local(module: nn.Module, lr: float, group: Group, **options: Any) -> Traini
 def _stepping(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Callable[..., Training]:
     def made(module: nn.Module, lr: float, group: Group, **options: Any) -> Training:
         named = module.named_parameters()
-        optimizer = make(named, lr=lr, process_group=group, **fixed, **options)
+        optimizer = make(named, lr=lr, **fixed, **grouped(over=group, **options))
         return Training(module, optimizer, optimizer.step)
 
     return made

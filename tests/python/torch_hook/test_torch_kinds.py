@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import elastic
+from gradwire.torch import Compression, elastic
 from gradwire.torch._ranks.group import communicator_of
 from ranks import eventually, state_of
 from stopwatch import own_time
@@ -65,11 +65,9 @@ def begin_elastic_at_zero() -> tuple[bool, bool, bool]:
         module,
         optimizer,
         elastic.Sampler(16, batch=2),
-        codec="onebit",
-        min_elements=0,
-        warm_up=0,
+        compression=Compression("onebit", min_elements=0, warm_up=0),
         global_batch="proportional",
-        communicator=communicator_of(dist.group.WORLD),
+        ranks=communicator_of(dist.group.WORLD),
     ) as s:
         for _ in s:
             s.backward(mse_loss(module(x), y))

@@ -69,7 +69,7 @@ def save_for_long() -> tuple[int, int, int]:
     over._timeout = 1.0  # of its calls; the ranks may take longer to meet
     x, y = batch(0)
     with elastic.session(
-        module, optimizer, elastic.Sampler(12, batch=2, epochs=1), communicator=over
+        module, optimizer, elastic.Sampler(12, batch=2, epochs=1), ranks=over
     ) as s:
         for _ in s:
             s.backward(mse_loss(module(x), y))
@@ -93,7 +93,7 @@ def patience_of(given: float | None) -> list[float]:
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         elastic.Sampler(4, batch=2),
-        communicator=over,
+        ranks=over,
         patience=given,
     )
     found.append(s._patience)
