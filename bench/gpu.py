@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the package bench, from any folder
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import describe
-from bench.common.result_files import RESULTS, ROOT
+from bench.common.report import RESULTS, ROOT
 from bench.cuda import gpu_build, gpu_report
 from bench.cuda.gpu_stages import BUILDS, Deadline, Ended, Stage, run_all, simulated, stages
 
@@ -78,7 +78,7 @@ def main() -> int:
         found = _found(gpu, ended, 60 * options.minutes - deadline.remaining())
         text = gpu_report.document(found)
         if options.output or not options.only:
-            result_files.save(_stem(options.output), found, text)
+            report.save(_stem(options.output), found, text)
         return text
 
     ended = _run(options, deadline, gpu, save)

@@ -27,7 +27,7 @@ from bench.asynchronous import (
     sandblaster_report,
     stragglers_report,
 )
-from bench.common.result_files import RESULTS, ROOT
+from bench.common.report import RESULTS, ROOT, size
 from bench.cuda import gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
@@ -236,7 +236,7 @@ def peers(results: Path) -> list[str]:
     ]
     for nbytes in _SIZES:
         cells = [_beside(path, found.get((*column, nbytes)), column, nbytes) for column in columns]
-        rows.append(f"| {peers_report.size(nbytes)} | {' | '.join(cells)} |")
+        rows.append(f"| {size(nbytes)} | {' | '.join(cells)} |")
     return rows
 
 
@@ -279,7 +279,7 @@ def backend(results: Path) -> list[str]:
     for operation, by_size in first.items():
         for nbytes in by_size:
             cells = [_beside_gloo(its[operation][nbytes]) for its in found.values()]
-            title = f"{operation}, {peers_report.size(int(nbytes))}"
+            title = f"{operation}, {size(int(nbytes))}"
             rows.append(f"| {title} | {' | '.join(cells)} |")
     return rows
 
@@ -293,8 +293,7 @@ def _beside_gloo(its: Mapping[str, list[float]]) -> str:
 def backend_goals(results: Path) -> list[str]:
     """What the backend's calls may cost, and what they cost."""
     found = _loaded(newest(results, "backend-*.json"))
-    head = ["| goal | limit | measured | reached |", "|---|---:|---:|---|"]
-    return [*head, *beside_gloo_report.goals(found)]
+    return beside_gloo_report.goals(found)
 
 
 def backend_steps(results: Path) -> list[str]:
@@ -310,18 +309,18 @@ def shaped_backend_steps(results: Path) -> list[str]:
 def _steps_of_most_ranks(path: Path) -> list[str]:
     found = _loaded(path)["steps"]
     most = {link: list(by_ranks.items())[-1:] for link, by_ranks in found.items()}
-    return list(beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}}))
+    return beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}})
 
 
 def hybrid(results: Path) -> list[str]:
     """Bytes and milliseconds of a step with the most ranks, by network and way."""
     found = _loaded(newest(results, "hybrid-*.json"))
-    return list(hybrid_report.summary(found))
+    return hybrid_report.summary(found)
 
 
 def diloco(results: Path) -> list[str]:
     """Accuracy, bytes and simulated seconds of DiLoCo and local SGD beside synchronous SGD."""
-    return list(diloco_report.summary(_loaded(newest(results, "diloco-*.json"))))
+    return diloco_report.summary(_loaded(newest(results, "diloco-*.json")))
 
 
 def optimizers(results: Path) -> list[str]:
@@ -354,23 +353,23 @@ def large_batch(results: Path) -> list[str]:
 
 def downpour(results: Path) -> list[str]:
     """Accuracy, seconds, staleness and pace of Downpour SGD beside synchronous training."""
-    return list(downpour_report.summary(_loaded(newest(results, "downpour-*.json"))))
+    return downpour_report.summary(_loaded(newest(results, "downpour-*.json")))
 
 
 def simulated_downpour(results: Path) -> list[str]:
     """Accuracy of Downpour SGD with 4, 16 and 64 replicas in virtual time."""
     found = _loaded(newest(results, "simulated-downpour-*.json"))
-    return list(downpour_simulated_report.tables(found))
+    return downpour_simulated_report.tables(found)
 
 
 def downpour_codecs(results: Path) -> list[str]:
     """Accuracy of Downpour SGD with compressed pushes."""
-    return list(downpour_search_report.codecs(_searched(results)))
+    return downpour_search_report.codecs(_searched(results))
 
 
 def downpour_rates(results: Path) -> list[str]:
     """Accuracy of Downpour SGD with 16 and 64 replicas, by rate and warm start."""
-    return list(downpour_search_report.rates(_searched(results)))
+    return downpour_search_report.rates(_searched(results))
 
 
 def _searched(results: Path) -> dict[str, Any]:
@@ -380,18 +379,18 @@ def _searched(results: Path) -> dict[str, Any]:
 def sandblaster(results: Path) -> list[str]:
     """The losses of L-BFGS on several replicas, beside SGD, Adam and one process."""
     found = _loaded(newest(results, "sandblaster-*.json"))
-    return list(sandblaster_report.summary(found))[:-1]
+    return sandblaster_report.summary(found)
 
 
 def stragglers(results: Path) -> list[str]:
     """What slow and stopped replicas cost a batch."""
     found = _loaded(newest(results, "sandblaster-*.json"))
-    return list(sandblaster_report.stragglers(found))
+    return sandblaster_report.stragglers(found)
 
 
 def real_stragglers(results: Path) -> list[str]:
     """What slow replicas cost Sandblaster in real time."""
-    return list(stragglers_report.summary(_loaded(newest(results, "stragglers-*.json"))))
+    return stragglers_report.summary(_loaded(newest(results, "stragglers-*.json")))
 
 
 def serve(results: Path) -> list[str]:
@@ -404,7 +403,7 @@ def serve(results: Path) -> list[str]:
     if missing := [each for each in serve_report.TEAMS if each not in found["cases"][0]["seconds"]]:
         raise Incomplete(f"{path.name} has no turns of {', '.join(missing)}")
     said = f"{found['date'][:10]}, {found['machine']}; all of it: `bench/results/{path.stem}.md`."
-    return [said, "", *serve_report.summary(found), "", *serve_report.goal_rows(found)]
+    return [said, "", *serve_report.summary(found), "", *serve_report.goal_table(found)]
 
 
 def traces(results: Path) -> list[str]:

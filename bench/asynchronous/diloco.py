@@ -15,13 +15,12 @@ Writes bench/results/diloco-DATE.json, .md and .png; `--picture` draws into anot
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 
 from bench.asynchronous import diloco_report, seeds
 from bench.asynchronous.diloco_report import NO_LINK
-from bench.common import job
+from bench.common import job, report
 from bench.common.machine import OtherLoad
 
 LINKS = (NO_LINK, "100mbit,100us")
@@ -39,14 +38,13 @@ def main() -> int:
     exchange = {link: _measure(options, link) for link in LINKS}
     found = job.run(__spec__.name, _own(options), RANKS, {})
     found |= {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.asynchronous.diloco", *sys.argv[1:]]),
+        **report.stamp("bench.asynchronous.diloco", load),
         "exchange_seconds": exchange,
         "gradient_seconds": options.gradient_ms / 1e3,
         "slow": options.slow,
     }
-    seeds.write(options, "diloco", found, diloco_report.document, diloco_report.draw)
+    own = diloco_report
+    report.write(options.output, "diloco", found, own.document, own.draw, options.picture)
     return 0
 
 

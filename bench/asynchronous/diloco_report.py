@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.asynchronous.seeds import accuracy, final, runs_of, seconds
+from bench.common import report
+from bench.common.report import Found
 
 NO_LINK = "none"
 _TARGET = 0.85  # test accuracy, whose time is told
 _GOAL = 0.5  # points that DiLoCo every 10 may be below synchronous SGD
-
-Found = Mapping[str, Any]
 
 
 class Way(NamedTuple):
@@ -55,9 +55,9 @@ class Line(NamedTuple):
 
     def reaches(self) -> float | None:
         """Mean seconds until the target; None if a seed does not get there."""
-        times = [next((s for s, a in each if a >= _TARGET), None) for each in self.curves]
-        known = [each for each in times if each is not None]
-        return statistics.fmean(known) if len(known) == len(times) else None
+        return report.mean_of_all(
+            [next((s for s, a in each if a >= _TARGET), None) for each in self.curves]
+        )
 
     def mean(self) -> list[tuple[float, float]]:
         """The mean curve of all seeds."""
@@ -91,36 +91,34 @@ def line(found: Found, way: Way, link: str, *, slow: bool) -> Line:
     return Line(way.name, curves)
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(found: Found) -> list[str]:
     """Accuracy, bytes, and seconds until the target by network."""
-    links = list(found["exchange_seconds"])
-    yield (
-        f"| {found['steps']:,} steps | test accuracy, % | kB sent a rank and step | "
-        f"s to {_TARGET:.0%}, fast network | 100 Mbit/s | one of four {found['slow']:g}× slower |"
+    head = (
+        f"{found['steps']:,} steps | test accuracy, % | kB sent a rank and step | "
+        f"s to {_TARGET:.0%}, fast network | 100 Mbit/s | one of four {found['slow']:g}× slower"
     )
-    yield "|---|---:|---:|---:|---:|---:|"
+    return report.table(head, _rows(found))
+
+
+def _rows(found: Found) -> Iterator[list[str | None]]:
     for way in shown(found):
         runs = runs_of(found, way.name)
         sent = statistics.fmean(each["bytes"] for each in runs) / 1e3
         cells = [
-            "–" if way.paced else seconds(line(found, way, link, slow=False).reaches())
-            for link in links
+            None if way.paced else seconds(line(found, way, link, slow=False).reaches())
+            for link in found["exchange_seconds"]
         ]
-        cells.append(seconds(line(found, way, NO_LINK, slow=True).reaches()))
-        yield f"| {way.name} | {accuracy(runs)} | {sent:,.1f} | {' | '.join(cells)} |"
+        slowed = seconds(line(found, way, NO_LINK, slow=True).reaches())
+        yield [way.name, accuracy(runs), f"{sent:,.1f}", *cells, slowed]
 
 
 def goal(found: Found) -> str:
     """Whether DiLoCo every 10 is as accurate as synchronous SGD."""
-    ways = {way.name: way for way in WAYS}
     best = shown(found)[0]
-    difference = final(runs_of(found, ways["DiLoCo every 10"].name)) - final(
-        runs_of(found, best.name)
-    )
-    reached = "reached" if difference >= -_GOAL else "missed"
+    difference = final(runs_of(found, "DiLoCo every 10")) - final(runs_of(found, best.name))
     return (
         f"Goal: DiLoCo every 10 at most {_GOAL} points below synchronous SGD without momentum; "
-        f"found {difference:+.2f} points, {reached}."
+        f"found {difference:+.2f} points, {report.reached(difference >= -_GOAL)}."
     )
 
 
@@ -139,60 +137,46 @@ def document(found: Found, stem: str) -> str:
         for way in WAYS
         if way.every == 0
     )
-    lines = [
-        "# DiLoCo and local SGD beside synchronous SGD",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "DiLoCo and local SGD beside synchronous SGD",
+        report.origin(found),
         f"{found['data']}, a network 784-256-10 of {found['parameters']:,} parameters, 4 ranks of "
         f"32 images a step, {seeds} seeds: means ± standard deviations. Inner SGD has no momentum, "
         "and the rate 0.1 if no other is named; synchronous SGD the best of these rates: "
         f"{rates}. All ways compute as many gradients.",
-        "",
         f"Seconds are simulated: {found['gradient_seconds'] * 1e3:g} ms for a gradient, "
         f"{found['slow']:g} times that on a slow rank, and for each exchange what it took at least "
         f"on that network ({networks}; *ring* is synchronous SGD's all_reduce, the others are "
         "whole outer steps with these codecs). The fast network is shared memory. Without pace a "
         "slow rank delays all, with the same bits.",
-        "",
         f"![Test accuracy over seconds]({stem}.png)",
-        "",
-        *summary(found),
-        "",
+        summary(found),
         goal(found),
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def draw(found: Found, path: Path) -> None:
     """Accuracy over simulated seconds, on a slow network and with a slow rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     slow_link = next(link for link in found["exchange_seconds"] if link != NO_LINK)
     panels = (
         ("100 Mbit/s", slow_link, False),
         (f"fast network, one of four ranks {found['slow']:g}× slower", NO_LINK, True),
     )
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4.6), sharey=True, layout="constrained")
-    for panel, (title, link, slow) in zip(axes, panels, strict=True):
-        for place, way in enumerate(shown(found)):
-            if way.paced and not slow:
-                continue
-            seconds, accuracies = zip(*line(found, way, link, slow=slow).mean(), strict=True)
-            style = "--" if way.every == 0 else ":" if way.momentum == 0 else "-"
-            percent = [100 * each for each in accuracies]
-            panel.plot(seconds, percent, style, color=f"C{place}", label=way.name)
-        panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
-        panel.set(xscale="log", xlabel="simulated seconds of training", title=title)
-        panel.set_xlim(left=0.7)
-        panel.set_ylim(bottom=75)
-        panel.grid(alpha=0.3)
-    axes[0].set_ylabel(f"test accuracy, {found['data']} (%)")
-    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    figure.savefig(path, dpi=110)
+    with report.picture(path, 13, 4.6, columns=2, sharey=True) as (figure, (axes,)):
+        for panel, (title, link, slow) in zip(axes, panels, strict=True):
+            for place, way in enumerate(shown(found)):
+                if way.paced and not slow:
+                    continue
+                seconds, accuracies = zip(*line(found, way, link, slow=slow).mean(), strict=True)
+                style = "--" if way.every == 0 else ":" if way.momentum == 0 else "-"
+                percent = [100 * each for each in accuracies]
+                panel.plot(seconds, percent, style, color=f"C{place}", label=way.name)
+            panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
+            panel.set(xscale="log", xlabel="simulated seconds of training", title=title)
+            panel.set_xlim(left=0.7)
+            panel.set_ylim(bottom=75)
+        axes[0].set_ylabel(f"test accuracy, {found['data']} (%)")
+        figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
 
 
 def _title(link: str) -> str:

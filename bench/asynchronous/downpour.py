@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from bench.asynchronous import downpour_report, seeds
 from bench.asynchronous.downpour_replica import BATCH, network
 from bench.asynchronous.downpour_report import WAYS, Way
+from bench.common import report
 from bench.common.machine import OtherLoad
 from bench.training import images
 
@@ -62,16 +62,15 @@ def main() -> int:
             print(f"{way.name}: {', '.join(f'{end:.2f}' for end in ends)} % by seed")
         return 0
     found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.asynchronous.downpour", *sys.argv[1:]]),
+        **report.stamp("bench.asynchronous.downpour", load),
         "data": data.name,
         "steps": steps,
         "gradient_seconds": options.gradient_ms / 1e3,
         "slow": options.slow,
         "runs": runs,
     }
-    seeds.write(options, "downpour", found, downpour_report.document, downpour_report.draw)
+    own = downpour_report
+    report.write(options.output, "downpour", found, own.document, own.draw, options.picture)
     return 0
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.asynchronous.seeds import accuracy, final, runs_of, seconds
+from bench.common import report
+from bench.common.report import Found
 
 _TARGET = 0.83  # test accuracy, whose time is told
-
-Found = Mapping[str, Any]
 
 
 class Way(NamedTuple):
@@ -43,25 +43,27 @@ WAYS = (
 )
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(found: Found) -> list[str]:
     """Accuracy, seconds until the target, staleness, and steps of the replicas."""
-    yield (
-        f"| {found['steps']:,} gradients of 32 images a replica | test accuracy, % | "
-        f"s to {_TARGET:.0%} | mean staleness | steps/s of a replica, least to most |"
+    head = (
+        f"{found['steps']:,} gradients of 32 images a replica | test accuracy, % | "
+        f"s to {_TARGET:.0%} | mean staleness | steps/s of a replica, least to most"
     )
-    yield "|---|---:|---:|---:|---:|"
+    return report.table(head, _rows(found))
+
+
+def _rows(found: Found) -> Iterator[list[str]]:
     for way in WAYS:
-        runs = runs_of(found, way.name)
-        if not runs:
+        if not (runs := runs_of(found, way.name)):
             continue
-        cells = [accuracy(runs), seconds(_reaches(runs))]
         if way.synchronous:
-            cells += ["0", f"{1 / found['gradient_seconds']:.0f}"]
+            pace = ["0", f"{1 / found['gradient_seconds']:.0f}"]
         else:
-            cells.append(f"{statistics.fmean(each['staleness'] for each in runs):.1f}")
-            rates = [statistics.fmean(each) for each in zip(*_sorted_rates(runs), strict=True)]
-            cells.append(f"{rates[0]:.0f} to {rates[-1]:.0f}")
-        yield f"| {way.name} | {' | '.join(cells)} |"
+            stale = statistics.fmean(each["staleness"] for each in runs)
+            sorted_rates = (sorted(each["rates"].values()) for each in runs)
+            rates = [statistics.fmean(each) for each in zip(*sorted_rates, strict=True)]
+            pace = [f"{stale:.1f}", f"{rates[0]:.0f} to {rates[-1]:.0f}"]
+        yield [way.name, accuracy(runs), seconds(_reaches(runs)), *pace]
 
 
 def goals(found: Found) -> Iterator[str]:
@@ -78,18 +80,15 @@ def goals(found: Found) -> Iterator[str]:
         ("control: twice the best fixed rate loses 5", max(controls) - _doubled(controls), 5.0),
     )
     for text, value, least in rows:
-        state = "reached" if value >= least else "missed"
-        yield f"- {text} points: {value:+.2f}, {state}."
+        yield f"- {text} points: {value:+.2f}, {report.reached(value >= least)}."
 
 
 def document(found: Found, stem: str) -> str:
     """The md file, whose picture is called as it is."""
     seeds = len({each["seed"] for each in found["runs"]})
-    lines = [
-        "# Downpour SGD beside synchronous training",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "Downpour SGD beside synchronous training",
+        report.origin(found),
         f"{found['data']}, a network 784-32-10, 4 replicas of 32 images a step, {seeds} seeds: "
         "means ± standard deviations. Replicas are processes that sleep until "
         f"{found['gradient_seconds'] * 1e3:g} ms are over in each step "
@@ -97,38 +96,27 @@ def document(found: Found, stem: str) -> str:
         "Synchronous training is computed in one process, and its steps count as one gradient "
         "each, without any exchange: that favours it. With a slow replica its seconds are "
         f"{found['slow']:g} times those of the table. Steps/s are those since a replica joined.",
-        "",
         f"![Test accuracy over seconds]({stem}.png)",
-        "",
-        *summary(found),
-        "",
-        *goals(found),
-    ]
-    return "\n".join(lines) + "\n"
+        summary(found),
+        goals(found),
+    )
 
 
 def draw(found: Found, path: Path) -> None:
     """Accuracy over seconds of the first seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(10, 4.6), layout="constrained")
-    for place, way in enumerate(WAYS):
-        runs = runs_of(found, way.name)
-        if not runs:
-            continue
-        seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
-        style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
-        color = "black" if place == 10 else f"C{place}"
-        panel.plot(seconds, [100 * each for each in accuracies], style, color=color, label=way.name)
-    panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
-    panel.set(xlabel="seconds of training", ylabel=f"test accuracy, {found['data']} (%)")
-    panel.set_ylim(bottom=60)
-    panel.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
-    figure.savefig(path, dpi=110)
+    with report.picture(path, 10, 4.6) as (figure, ((panel,),)):
+        for place, way in enumerate(WAYS):
+            if not (runs := runs_of(found, way.name)):
+                continue
+            seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
+            style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
+            color = "black" if place == 10 else f"C{place}"
+            percent = [100 * each for each in accuracies]
+            panel.plot(seconds, percent, style, color=color, label=way.name)
+        panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
+        panel.set(xlabel="seconds of training", ylabel=f"test accuracy, {found['data']} (%)")
+        panel.set_ylim(bottom=60)
+        figure.legend(fontsize=8, loc="outside right upper")
 
 
 def _doubled(controls: Sequence[float]) -> float:
@@ -139,10 +127,6 @@ def _doubled(controls: Sequence[float]) -> float:
 
 def _reaches(runs: Sequence[Found]) -> float | None:
     """Mean seconds until the target; None if a seed does not get there."""
-    times = [next((s for s, _, a in each["curve"] if a >= _TARGET), None) for each in runs]
-    known = [each for each in times if each is not None]
-    return statistics.fmean(known) if len(known) == len(times) else None
-
-
-def _sorted_rates(runs: Sequence[Found]) -> list[list[float]]:
-    return [sorted(each["rates"].values()) for each in runs]
+    return report.mean_of_all(
+        [next((s for s, _, a in each["curve"] if a >= _TARGET), None) for each in runs]
+    )

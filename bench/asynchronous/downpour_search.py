@@ -11,7 +11,6 @@ Writes bench/results/search-downpour-DATE.json, .md and .png, anew after each se
 
 from __future__ import annotations
 
-import datetime
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ from bench.asynchronous import downpour_search_report, seeds
 from bench.asynchronous.downpour_events import Network
 from bench.asynchronous.downpour_search_report import CASES
 from bench.asynchronous.downpour_simulated import LATENCY, NO_LINK, fashion_mnist, train
+from bench.common import report
 from bench.common.machine import OtherLoad
 
 
@@ -46,19 +46,13 @@ def main() -> int:
                 runs.append({**head, **done})
                 bar.update()
             found = {
-                "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-                "machine": load.describe(),
-                "command": " ".join(["-m bench.asynchronous.downpour_search", *sys.argv[1:]]),
+                **report.stamp("bench.asynchronous.downpour_search", load),
                 "data": task.data.name,
                 "runs": runs,
             }
-            seeds.write(
-                options,
-                "search-downpour",
-                found,
-                downpour_search_report.document,
-                downpour_search_report.draw,
-            )
+            own = downpour_search_report
+            name = "search-downpour"
+            report.write(options.output, name, found, own.document, own.draw, options.picture)
     return 0
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.asynchronous.downpour_simulated_report import Way
 from bench.asynchronous.seeds import accuracy, final
+from bench.common import report
+from bench.common.report import Found
 
 _SMALL = tuple((place, "int8") for place in "123")  # bias, 32 × 10, bias
 _WARM = Way("uncompressed", "Adagrad", 0.02, warm_start=50)
@@ -65,87 +66,68 @@ CASES: Mapping[int, Sequence[Way]] = {
     ),
 }
 
-Found = Mapping[str, Any]
 
-
-def codecs(found: Found) -> Iterator[str]:
+def codecs(found: Found) -> list[str]:
     """Accuracy with compressed pushes, beside that without."""
-    yield "| 4 replicas, warm start | test accuracy, % | less than uncompressed |"
-    yield "|---|---:|---:|"
     base = {run["seed"]: run for run in _runs(found, 4, CODECS[0].name)}
-    for way in CODECS:
-        runs = _runs(found, 4, way.name)
-        if runs:
-            beside = [base[run["seed"]] for run in runs]
-            yield f"| {way.name} | {accuracy(runs)} | {_differences(runs, beside)} |"
+    rows = (
+        [way.name, accuracy(runs), _differences(runs, [base[run["seed"]] for run in runs])]
+        for way in CODECS
+        if (runs := _runs(found, 4, way.name))
+    )
+    return report.table("4 replicas, warm start | test accuracy, % | less than uncompressed", rows)
 
 
-def rates(found: Found) -> Iterator[str]:
+def rates(found: Found) -> list[str]:
     """Accuracy by rate, rule for staleness and warm start, for each number of replicas."""
-    yield "| replicas | Adagrad | test accuracy, % | mean staleness |"
-    yield "|---:|---|---:|---:|"
-    for replicas, ways in CASES.items():
-        for way in ways if replicas != 4 else ():
-            if runs := _runs(found, replicas, way.name):
-                staleness = statistics.fmean(each["staleness"] for each in runs)
-                yield f"| {replicas} | {way.name} | {accuracy(runs)} | {staleness:.1f} |"
-
-
-def tables(found: Found) -> Iterator[str]:
-    """Both."""
-    yield from codecs(found)
-    yield ""
-    yield from rates(found)
+    rows = (
+        (replicas, way.name, accuracy(runs), f"{_staleness(runs):.1f}")
+        for replicas, ways in CASES.items()
+        for way in (ways if replicas != 4 else ())
+        if (runs := _runs(found, replicas, way.name))
+    )
+    return report.table("replicas | Adagrad | test accuracy, % | mean staleness", rows, "rl")
 
 
 def document(found: Found, stem: str) -> str:
     """The md file, whose picture is called as it is."""
     seeds = sorted({each["seed"] for each in found["runs"]})
-    lines = [
-        "# Settings of Downpour SGD, in virtual time",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "Settings of Downpour SGD, in virtual time",
+        report.origin(found),
         f"{found['data']}, 784-32-10, {len(seeds)} seed(s): means ± standard deviations; "
         f"differences are those of equal seeds. {max(r['gradients'] for r in found['runs']):,} "
         "gradients of 32 images in each run. A warm start is so many pushes for each replica, by "
         "the first one alone.",
-        "",
         f"![Test accuracy by rate]({stem}.png)",
-        "",
-        *tables(found),
-    ]
-    return "\n".join(lines) + "\n"
+        codecs(found),
+        rates(found),
+    )
 
 
 def draw(found: Found, path: Path) -> None:
     """Accuracy of one-bit pushes, and of 16 and 64 replicas, as bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(CASES), figsize=(16, 5.2), layout="constrained")
-    for panel, (replicas, ways) in zip(panels, CASES.items(), strict=True):
-        shown = [(way, runs) for way in ways if (runs := _runs(found, replicas, way.name))]
-        ends = [final(runs) for _, runs in shown]
-        places = range(len(shown))
-        panel.barh(places, ends, color="#8fb3d9")
-        for place, (_, runs) in zip(places, shown, strict=True):
-            dots = [100 * each["curve"][-1][2] for each in runs]
-            panel.plot(dots, [place] * len(dots), "k.", markersize=4)
-        names = [way.name.replace("in int8: ", "in int8:\n") for way, _ in shown]
-        panel.set_yticks(list(places), names, fontsize=7)
-        panel.invert_yaxis()
-        low = min(ends, default=0.0)
-        panel.set_xlim(left=max(0.0, low - 1.5 if replicas == 4 else low - 5))
-        panel.set(title=f"{replicas} replicas", xlabel=f"test accuracy, {found['data']} (%)")
-        panel.grid(alpha=0.3, axis="x")
-    figure.savefig(path, dpi=100)
+    with report.picture(path, 16, 5.2, columns=len(CASES)) as (_, (panels,)):
+        for panel, (replicas, ways) in zip(panels, CASES.items(), strict=True):
+            shown = [(way, runs) for way in ways if (runs := _runs(found, replicas, way.name))]
+            ends = [final(runs) for _, runs in shown]
+            names = [way.name.replace("in int8: ", "in int8:\n") for way, _ in shown]
+            panel.barh(names, ends, color="#8fb3d9")
+            for name, (_, runs) in zip(names, shown, strict=True):
+                dots = [100 * each["curve"][-1][2] for each in runs]
+                panel.plot(dots, [name] * len(dots), "k.", markersize=4)
+            panel.tick_params(axis="y", labelsize=7)
+            panel.invert_yaxis()
+            panel.set_xlim(left=max(0.0, min(ends, default=0.0) - (1.5 if replicas == 4 else 5)))
+            panel.set(title=f"{replicas} replicas", xlabel=f"test accuracy, {found['data']} (%)")
 
 
 def _runs(found: Found, replicas: int, way: str) -> Sequence[Found]:
     return [each for each in found["runs"] if each["replicas"] == replicas and each["way"] == way]
+
+
+def _staleness(runs: Sequence[Found]) -> float:
+    return statistics.fmean(each["staleness"] for each in runs)
 
 
 def _differences(runs: Sequence[Found], base: Sequence[Found]) -> str:
@@ -153,5 +135,4 @@ def _differences(runs: Sequence[Found], base: Sequence[Found]) -> str:
         100 * (one["curve"][-1][2] - other["curve"][-1][2])
         for one, other in zip(runs, base, strict=True)
     ]
-    spread = f" ± {statistics.stdev(ends):.2f}" if len(ends) > 1 else ""
-    return f"{statistics.fmean(ends):+.2f}{spread}"
+    return report.spread(ends, 2, sign=True).replace("−", "-")

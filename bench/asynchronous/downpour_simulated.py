@@ -16,7 +16,6 @@ file too.
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from typing import Any
 
@@ -29,6 +28,7 @@ from bench.asynchronous import downpour_events, downpour_simulated_report, seeds
 from bench.asynchronous.downpour_events import Network, Plan, Task
 from bench.asynchronous.downpour_replica import BATCH, network
 from bench.asynchronous.downpour_simulated_report import LINKS, REPLICAS, TASKS, WAYS, Way
+from bench.common import report
 from bench.common.machine import OtherLoad
 from bench.training import images
 
@@ -61,20 +61,14 @@ def main() -> int:
         head = {"task": name, "way": way.name, "replicas": replicas, "link": link, "seed": seed}
         runs.append({**head, "gradients": total, **found})
     found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.asynchronous.downpour_simulated", *sys.argv[1:]]),
+        **report.stamp("bench.asynchronous.downpour_simulated", load),
         "gradient_seconds": options.gradient_ms / 1e3,
         "serving_seconds": serving,
         "runs": runs,
     }
-    seeds.write(
-        options,
-        "simulated-downpour",
-        found,
-        downpour_simulated_report.document,
-        downpour_simulated_report.draw,
-    )
+    own = downpour_simulated_report
+    name = "simulated-downpour"
+    report.write(options.output, name, found, own.document, own.draw, options.picture)
     return 0
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.asynchronous.seeds import accuracy
+from bench.common import report
+from bench.common.report import Found
 
 TASKS = ("784-32-10, Fashion-MNIST", "CNN, digits")
 REPLICAS = (4, 16, 64)
 LINKS = {"none": None, "100 Mbit/s": 12.5e6}  # bytes a second of a server's card
-
-Found = Mapping[str, Any]
 
 
 class Way(NamedTuple):
@@ -46,46 +46,37 @@ WAYS = (
 )
 
 
-def summary(found: Found, task: str, link: str) -> Iterator[str]:
+def summary(found: Found, task: str, link: str) -> list[str]:
     """Accuracy and staleness in each way, for each number of replicas."""
     shown = [r for r in REPLICAS if _runs(found, task, link, r, WAYS[1].name)]
-    yield (
-        "| test accuracy, % (mean staleness) | " + " | ".join(f"{r} replicas" for r in shown) + " |"
+    rows = (
+        [way.name, *(_cell(_runs(found, task, link, replicas, way.name)) for replicas in shown)]
+        for way in WAYS
     )
-    yield "|---|" + "---:|" * len(shown)
-    for way in WAYS:
-        cells = [_cell(_runs(found, task, link, replicas, way.name)) for replicas in shown]
-        if any(cells):
-            yield f"| {way.name} | {' | '.join(cells)} |"
+    head = " | ".join(["test accuracy, % (mean staleness)", *(f"{r} replicas" for r in shown)])
+    return report.table(head, (row for row in rows if any(row[1:])))
 
 
-def thin(found: Found, task: str) -> Iterator[str]:
+def thin(found: Found, task: str) -> list[str]:
     """What a link costs: virtual milliseconds a gradient of all replicas, and accuracy."""
-    yield (
-        f"| {REPLICAS[0]} replicas | "
-        + " | ".join(f"{link}: ms a gradient, %" for link in LINKS)
-        + " |"
+    few = REPLICAS[0]
+    head = " | ".join([f"{few} replicas", *(f"{link}: ms a gradient, %" for link in LINKS)])
+    rows = (
+        [way.name, *(_beside_time(_runs(found, task, link, few, way.name)) for link in LINKS)]
+        for way in WAYS[1:]
+        if _runs(found, task, "none", few, way.name)
     )
-    yield "|---|" + "---:|" * len(LINKS)
-    for way in WAYS[1:]:
-        if not _runs(found, task, "none", REPLICAS[0], way.name):
-            continue
-        cells = []
-        for link in LINKS:
-            runs = _runs(found, task, link, REPLICAS[0], way.name)
-            cells.append(f"{_milliseconds(runs):.2f}, {accuracy(runs)}")
-        yield f"| {way.name} | {' | '.join(cells)} |"
+    return report.table(head, rows)
 
 
-def tables(found: Found) -> Iterator[str]:
+def tables(found: Found) -> list[str]:
     """Both tasks' tables, with accuracy by replicas and with what a link costs."""
-    for index, task in enumerate(TASKS):
-        gradients = max(
-            (each["gradients"] for each in found["runs"] if each["task"] == task), default=0
-        )
-        yield from ([] if index == 0 else [""])
-        yield from [f"{task}, {gradients:,} gradients:", "", *summary(found, task, "none")]
-        yield from ["", *thin(found, task)]
+    lines: list[str] = []
+    for task in TASKS:
+        counts = [each["gradients"] for each in found["runs"] if each["task"] == task]
+        lines += ["", f"{task}, {max(counts, default=0):,} gradients:", ""]
+        lines += [*summary(found, task, "none"), "", *thin(found, task)]
+    return lines[1:]
 
 
 def document(found: Found, stem: str) -> str:
@@ -94,44 +85,31 @@ def document(found: Found, stem: str) -> str:
     serving = ", ".join(
         f"{1e3 * cost:.2f} ms ({name})" for name, cost in found["serving_seconds"].items()
     )
-    lines = [
-        "# Downpour SGD with 4 to 64 replicas, in virtual time",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "Downpour SGD with 4 to 64 replicas, in virtual time",
+        report.origin(found),
         f"Gradients and codecs are real, and the servers' arithmetic; {seeds} seed(s), means ± "
         f"standard deviations. Virtual: a gradient lasts {found['gradient_seconds'] * 1e3:g} ms ± "
         f"10 %, a push and a pull occupy the servers for {serving}, and the servers' "
         "cards for their bytes. All columns of a table have as many gradients in all. The warm "
         "start is 50 pushes for each replica, by the first one alone.",
-        "",
         f"![Test accuracy over virtual seconds]({stem}.png)",
-    ]
-    lines += ["", *tables(found)]
-    return "\n".join(lines) + "\n"
+        tables(found),
+    )
 
 
 def draw(found: Found, path: Path) -> None:
     """Accuracy over virtual seconds of the first seed, a row of panels for each task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, rows = pyplot.subplots(
-        len(TASKS), len(REPLICAS), figsize=(12, 7.6), layout="constrained", sharey="row"
-    )
-    for task, panels in zip(TASKS, rows, strict=True):
-        for panel, replicas in zip(panels, REPLICAS, strict=True):
-            _draw_ways(panel, found, task, replicas)
-            panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
-            panel.set_ylim(bottom=60)
-            panel.grid(alpha=0.3)
-        panels[0].set_ylabel(f"test accuracy, {task} (%)", fontsize=9)
-    figure.legend(
-        *rows[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3
-    )
-    figure.savefig(path, dpi=110)
+    shape = (len(TASKS), len(REPLICAS))
+    with report.picture(path, 12, 7.6, *shape, sharey="row") as (figure, rows):
+        for task, panels in zip(TASKS, rows, strict=True):
+            for panel, replicas in zip(panels, REPLICAS, strict=True):
+                _draw_ways(panel, found, task, replicas)
+                panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
+                panel.set_ylim(bottom=60)
+            panels[0].set_ylabel(f"test accuracy, {task} (%)", fontsize=9)
+        marks = rows[0][0].get_legend_handles_labels()
+        figure.legend(*marks, fontsize=8, loc="outside lower center", ncols=3)
 
 
 def _draw_ways(panel: Any, found: Found, task: str, replicas: int) -> None:
@@ -155,5 +133,6 @@ def _cell(runs: Sequence[Found]) -> str:
     return f"{accuracy(runs)} ({statistics.fmean(each['staleness'] for each in runs):.1f})"
 
 
-def _milliseconds(runs: Sequence[Found]) -> float:
-    return statistics.fmean(1e3 * each["curve"][-1][0] / each["curve"][-1][1] for each in runs)
+def _beside_time(runs: Sequence[Found]) -> str:
+    ms = statistics.fmean(1e3 * each["curve"][-1][0] / each["curve"][-1][1] for each in runs)
+    return f"{ms:.2f}, {accuracy(runs)}"

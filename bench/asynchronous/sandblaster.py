@@ -16,7 +16,6 @@ Writes bench/results/sandblaster-DATE.json and .md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,9 +29,8 @@ from torch import nn
 
 from bench.asynchronous import sandblaster_report
 from bench.asynchronous.portions import over_bound
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
 from bench.training import images
 
 SPEEDS = {"5× slower": 0.2, "20× slower": 0.05}
@@ -230,19 +228,14 @@ def main() -> int:
     load = OtherLoad()
     problems = [logistic(options.samples, options.data), boundary_value(options.points)]
     found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["-m bench.asynchronous.sandblaster", *sys.argv[1:]]),
         "problems": [
             measure(problems[0], options.passes),
             measure(problems[1], 5 * options.passes),
         ],
         "stragglers": stragglers(),
-        "machine": load.describe(),
+        **report.stamp("bench.asynchronous.sandblaster", load),
     }
-    stem = options.output or RESULTS / f"sandblaster-{datetime.date.today().isoformat()}"
-    document = sandblaster_report.document(found)
-    result_files.save(stem, found, document)
-    print(document)
+    report.write(options.output, "sandblaster", found, sandblaster_report.document)
     return 0
 
 

@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-Found = Mapping[str, Any]
+from bench.common import report
+from bench.common.report import Found
 
 
-def document(found: Found) -> str:
+def document(found: Found, _: str) -> str:
     """The md file."""
-    lines = [
-        "# Sandblaster L-BFGS beside SGD, Adam and L-BFGS in one process",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "Sandblaster L-BFGS beside SGD, Adam and L-BFGS in one process",
+        report.origin(found),
         "A pass is one gradient of all samples; L-BFGS counts all evaluations of its line search. "
         "SGD and Adam have the best of four rates; SGD's falls to zero, by the last pass.",
-        "",
-        *summary(found),
-        "",
+        summary(found),
         "Virtual time, five batches: seconds over the bound of the sum of the replicas' speeds.",
-        "",
-        *stragglers(found),
-    ]
-    return "\n".join(lines) + "\n"
+        stragglers(found),
+    )
 
 
-def summary(found: Found) -> Iterator[str]:
-    """The loss of each way after some passes."""
+def summary(found: Found) -> list[str]:
+    """The loss of each way after some passes, a table a problem."""
+    lines: list[str] = []
     for problem in found["problems"]:
         curves = problem["curves"]
         last = max(done for curve in curves.values() for done, _ in curve)
         at = [max(1, round(last * share)) for share in (0.1, 0.25, 0.5, 1)]
         passes = " | ".join(f"{each} passes" for each in at)
-        yield f"| {problem['name']}, {problem['samples']:,} samples | {passes} |"
-        yield "|---|" + "---:|" * len(at)
-        for name, curve in curves.items():
-            yield f"| {name} | {' | '.join(_loss(curve, each) for each in at)} |"
-        yield ""
+        rows = ([name, *(_loss(curve, each) for each in at)] for name, curve in curves.items())
+        head = f"{problem['name']}, {problem['samples']:,} samples | {passes}"
+        lines += ["", *report.table(head, rows)]
+    return lines[1:]
 
 
-def stragglers(found: Found) -> Iterator[str]:
+def stragglers(found: Found) -> list[str]:
     """What slow and stopped replicas cost."""
-    yield "| replicas | portions | copies of late portions | no copies | one part each |"
-    yield "|---|---:|---:|---:|---:|"
-    for each in found["stragglers"]:
-        cells = " | ".join(_ratio(each[way]) for way in ("backups", "none", "equal"))
-        yield f"| {each['case']} | {each['portions']} | {cells} |"
+
+    def row(each: Found) -> Iterator[str | int]:
+        yield from (each["case"], each["portions"])
+        for way in ("backups", "none", "equal"):
+            yield "never ends" if each[way] is None else f"{each[way]:.2f}"
+
+    head = "replicas | portions | copies of late portions | no copies | one part each"
+    return report.table(head, map(row, found["stragglers"]))
 
 
-def _loss(curve: Sequence[Sequence[float]], passes: int) -> str:
+def _loss(curve: Sequence[Sequence[float]], passes: int) -> str | None:
     """The loss when so many passes were over."""
     known = [loss for done, loss in curve if done <= passes]
-    return f"{known[-1]:.6g}" if known else "–"
-
-
-def _ratio(value: float | None) -> str:
-    return "never ends" if value is None else f"{value:.2f}"
+    return f"{known[-1]:.6g}" if known else None

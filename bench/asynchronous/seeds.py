@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import result_files
-from bench.common.result_files import RESULTS
+from bench.common import report
 
 Runs = Sequence[Mapping[str, Any]]  # each with "way" and "curve", whose points end with an accuracy
 
@@ -37,24 +34,6 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def write(
-    options: argparse.Namespace,
-    name: str,
-    found: Mapping[str, Any],
-    document: Callable[[Mapping[str, Any], str], str],
-    draw: Callable[[Mapping[str, Any], Path], None],
-) -> None:
-    """Writes NAME-DATE.json, .md and .png, or those of --output; prints the report."""
-    stem = options.output or RESULTS / f"{name}-{datetime.date.today().isoformat()}"
-    text = document(found, stem.name)
-    result_files.save(stem, found, text)
-    picture = result_files.beside(stem, ".png")
-    draw(found, picture)
-    if options.picture is not None:
-        shutil.copyfile(picture, options.picture)
-    print(text)
-
-
 def runs_of(found: Mapping[str, Any], way: str) -> Runs:
     """The runs of a way, by its name."""
     return [each for each in found["runs"] if each["way"] == way]
@@ -67,9 +46,7 @@ def final(runs: Runs) -> float:
 
 def accuracy(runs: Runs) -> str:
     """Percent at the end, with the standard deviation over seeds."""
-    points = _ends(runs)
-    spread = f" ± {statistics.stdev(points):.2f}" if len(points) > 1 else ""
-    return f"{statistics.fmean(points):.2f}{spread}"
+    return report.spread(_ends(runs), 2)
 
 
 def seconds(value: float | None) -> str:
@@ -79,8 +56,3 @@ def seconds(value: float | None) -> str:
 
 def _ends(runs: Runs) -> list[float]:
     return [100 * each["curve"][-1][2] for each in runs]
-
-
-def times(ratio: float | None) -> str:
-    """A ratio of bytes for a table, as in 29.7×."""
-    return "–" if ratio is None else f"{ratio:.{1 if ratio < 100 else 0}f}×"

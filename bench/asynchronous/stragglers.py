@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import multiprocessing
@@ -35,9 +34,8 @@ from gradwire import serve
 
 from bench.asynchronous import stragglers_report
 from bench.asynchronous.stragglers_report import REPLICAS, WAYS
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
 
 ELEMENTS = 200
 
@@ -178,8 +176,6 @@ def main() -> int:
     options = _parse()
     load = OtherLoad()
     found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["-m bench.asynchronous.stragglers", *sys.argv[1:]]),
         "portions": options.portions,
         "portion_seconds": options.seconds,
         "cases": [],
@@ -187,10 +183,9 @@ def main() -> int:
     for case in CASES:
         found["cases"].append(measure(case, options.portions, options.seconds))
         print(stragglers_report.line(found["cases"][-1]), flush=True)
-    found["machine"] = load.describe()
-    stem = options.output or RESULTS / f"stragglers-{datetime.date.today().isoformat()}"
-    result_files.save(stem, found, stragglers_report.document(found, stem.name))
-    stragglers_report.draw(found, result_files.beside(stem, ".png"))
+    found |= report.stamp("bench.asynchronous.stragglers", load)
+    own = stragglers_report
+    report.write(options.output, "stragglers", found, own.document, own.draw)
     return 0
 
 

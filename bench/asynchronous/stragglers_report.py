@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from bench.common import report
+from bench.common.report import Found
 
 REPLICAS = 4
 WAYS = ("copies of late portions", "no copies", "one part each")
 _DRAWN = "one of four 20× slower"
 _SHOWN_BATCHES = 2  # in the picture
-
-Found = Mapping[str, Any]
+_DID_NOT_COUNT: Found = {"facecolor": "#dddddd", "edgecolor": report.NEUTRAL, "hatch": "////"}
 
 
 def document(found: Found, stem: str) -> str:
     """The md file, whose picture is called as it is."""
-    lines = [
-        "# Sandblaster with slow and stopped replicas, in real time",
-        "",
-        f"{found['date']}; {found['machine']}; `python {found['command']}`.",
-        "",
+    return report.document(
+        "Sandblaster with slow and stopped replicas, in real time",
+        report.origin(found),
         f"Seconds of batches over the bound of the sum of the replicas' speeds. {REPLICAS} "
         f"replicas are processes that sleep {found['portion_seconds']:g} s for a portion.",
-        "",
-        *summary(found),
-        "",
+        summary(found),
         f"![Portions by replica over time]({stem}.png)",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(found: Found) -> list[str]:
     """Ratios to the bound by case and way, and how much was computed for nothing."""
-    yield f"| replicas | portions | {' | '.join(WAYS)} | portions computed twice |"
-    yield "|---|---:|---:|---:|---:|---:|"
     by_name: dict[str, dict[str, Any]] = {}
     for each in found["cases"]:
         by_name.setdefault(each["name"], {})[each["way"]] = each
-    for name, ways in by_name.items():
-        cells = [_cell(ways.get(way)) for way in WAYS]
-        cells.append(f"{wasted(ways[WAYS[0]]):.1%}")
-        yield f"| {name} | {found['portions']} | {' | '.join(cells)} |"
+    rows = (
+        (name, found["portions"], *map(_cell, map(ways.get, WAYS)), f"{wasted(ways[WAYS[0]]):.1%}")
+        for name, ways in by_name.items()
+    )
+    head = f"replicas | portions | {' | '.join(WAYS)} | portions computed twice"
+    return report.table(head, rows)
 
 
 def ratio(case: Mapping[str, Any]) -> float:
@@ -68,27 +65,19 @@ def _cell(case: Mapping[str, Any] | None) -> str:
 
 def draw(found: Found, path: Path) -> None:
     """Portions by replica over time, for each way and one that stops."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
+    from matplotlib import patches
 
     drawn = [each for each in found["cases"] if each["name"] == _DRAWN or each["stops"]]
-    figure, panels = pyplot.subplots(
-        len(drawn), 1, figsize=(11, 1.75 * len(drawn)), layout="constrained"
-    )
-    for panel, case in zip(panels, drawn, strict=True):
-        _draw_case(panel, case, found["portion_seconds"])
-    panels[-1].set_xlabel("seconds")
     marks = [
         patches.Patch(facecolor="C0", edgecolor="white", label="a portion of the first batch"),
         patches.Patch(facecolor="C1", edgecolor="white", label="of the second"),
-        patches.Patch(
-            facecolor="#dddddd", edgecolor="#777777", hatch="////", label="did not count"
-        ),
+        patches.Patch(**_DID_NOT_COUNT, label="did not count"),
     ]
-    figure.legend(handles=marks, loc="outside upper center", ncols=3, fontsize=9)
-    figure.savefig(path, dpi=110)
+    with report.picture(path, 11, 1.75 * len(drawn), len(drawn)) as (figure, panels):
+        for panel, case in zip(panels[:, 0], drawn, strict=True):
+            _draw_case(panel, case, found["portion_seconds"])
+        panels[-1, 0].set_xlabel("seconds")
+        figure.legend(handles=marks, loc="outside upper center", ncols=3, fontsize=9)
 
 
 def _draw_case(panel: Any, case: Mapping[str, Any], portion_seconds: float) -> None:
@@ -97,11 +86,7 @@ def _draw_case(panel: Any, case: Mapping[str, Any], portion_seconds: float) -> N
     for number, batch, began, ended, counts in case["spans"]:
         if batch >= batches:
             continue
-        style = (
-            {"facecolor": f"C{batch}", "edgecolor": "white"}
-            if counts
-            else {"facecolor": "#dddddd", "edgecolor": "#777777", "hatch": "////"}
-        )
+        style = {"facecolor": f"C{batch}", "edgecolor": "white"} if counts else _DID_NOT_COUNT
         panel.barh(number, ended - began, left=began, height=0.8, linewidth=0.5, **style)
     if case["stops"]:
         half = case["portions"] / REPLICAS / 2 * portion_seconds

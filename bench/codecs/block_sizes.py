@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from bench.common.machine import OtherLoad, describe
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.training import images
 
 RANKS, BATCH, HIDDEN, RATE = 4, 16, 640, 0.05

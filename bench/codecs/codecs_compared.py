@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 from bench.common.machine import OtherLoad, describe
-from bench.common.result_files import RESULTS, ROOT
+from bench.common.report import RESULTS, ROOT
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "release"  # of `make test-cpp`

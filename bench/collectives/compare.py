@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from bench.common.machine import OtherLoad, describe
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 
 PLACE = ROOT / "build" / "compare"
 _SOURCES = ("csrc", "cmake", "python", "CMakeLists.txt")  # of what is built

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.network import links
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -64,15 +64,13 @@ def main() -> int:
         cases += more
         tunings += tuned
     found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.collectives.model_check", *sys.argv[1:]]),
+        **report.stamp("bench.collectives.model_check", load),
         "cases": cases,
         "tunings": tunings,
     }
     stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
-    result_files.save(stem, found, document(found, stem.name))
-    draw(cases, result_files.beside(stem, ".png"))
+    report.save(stem, found, document(found, stem.name))
+    draw(cases, report.beside(stem, ".png"))
     print("\n".join(summary(cases)))
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 
 TESTS = ROOT / "tests/python/support"
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 from bench.cuda.gpu_rows import Row
 
 BUILD = ROOT / "build/gpu"

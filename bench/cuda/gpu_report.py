@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from bench.common import report
+from bench.common.report import Found
 from bench.cuda.gpu_floors import FLOORS, GOAL, SIZES
 
-Found = Mapping[str, Any]
 _LONG = 400  # characters
 
 _NOTE = (
@@ -22,20 +22,17 @@ def document(found: Found) -> str:
     """The md file."""
     gpu = found["gpu"]
     versions = ", ".join(f"{name} {gpu[name]}" for name in ("driver", "CUDA", "torch", "NCCL"))
-    lines = [
-        "# gradwire on a GPU",
-        "",
+    kernels = of_kernels(found)
+    return report.document(
+        "gradwire on a GPU",
         f"{found['date']}; {gpu['name']}, {versions}; {found['machine']}; "
         f"`python {found['command']}`, {found['seconds']:.0f} s.",
-        "",
         verdict(found),
-        "",
-        *checks(found["stages"]),
-    ]
-    if of_kernels(found):
-        lines += ["", *speeds(of_kernels(found)), "", _NOTE]
-    lines += [*_calls(found["times"]), *_steps(found["times"])]
-    return "\n".join(lines) + "\n"
+        checks(found["stages"]),
+        *([speeds(kernels), _NOTE] if kernels else []),
+        _calls([each for each in found["times"] if "call" in each]),
+        _steps([each for each in found["times"] if "step" in each]),
+    )
 
 
 def of_kernels(found: Found) -> list[Found]:
@@ -43,42 +40,34 @@ def of_kernels(found: Found) -> list[Found]:
     return [each for each in found["times"] if "job" in each]
 
 
-def _calls(times: Sequence[Found]) -> list[str]:
+def _calls(calls: Sequence[Found]) -> list[str]:
     """A row for each call from Python, with times and launches by size."""
-    calls = [each for each in times if "call" in each]
-    if not calls:
-        return []
     sizes = sorted({each["bytes"] for each in calls})
-    head = " | ".join(f"{_bytes(size)}: µs (host, launches)" for size in sizes)
-    lines = ["", f"| ranks | all_reduce | {head} |", "|---|---|" + "---:|" * len(sizes)]
     by_row: dict[tuple[str, str], dict[int, Found]] = {}
     for each in calls:
         row = (f"{each['p']} over {each['links']}", each["call"])
         by_row.setdefault(row, {})[each["bytes"]] = each
-    for (ranks, call), by_size in by_row.items():
-        cells = " | ".join(_call_cell(by_size.get(size)) for size in sizes)
-        lines.append(f"| {ranks} | {call} | {cells} |")
-    return lines
+    rows = ((*row, *map(_call_cell, map(its.get, sizes))) for row, its in by_row.items())
+    head = ["ranks", "all_reduce", *(f"{_bytes(size)}: µs (host, launches)" for size in sizes)]
+    return report.table(" | ".join(head), rows, "ll") if calls else []
 
 
-def _call_cell(time: Found | None) -> str:
+def _call_cell(time: Found | None) -> str | None:
     if time is None:
-        return "–"
+        return None
     launches = "?" if time["launches"] is None else time["launches"]
     return f"{time['seconds'] * 1e6:,.0f} ({time['host_seconds'] * 1e6:,.0f}, {launches})"
 
 
-def _steps(times: Sequence[Found]) -> list[str]:
+def _steps(steps: Sequence[Found]) -> list[str]:
     """A row for each way to average gradients in DDP; the first one is what others are beside."""
-    steps = [each for each in times if "step" in each]
-    if not steps:
-        return []
-    first = steps[0]["seconds"]
-    lines = ["", f"| DDP step, {steps[0]['p']} ranks | ms | beside the first |", "|---|---:|---:|"]
-    for each in steps:
-        ms, ratio = each["seconds"] * 1e3, each["seconds"] / first
-        lines.append(f"| {each['step']} | {ms:.2f} | {ratio:.2f} |")
-    return lines
+    first = steps[0]["seconds"] if steps else 1.0
+    rows = (
+        (each["step"], f"{each['seconds'] * 1e3:.2f}", f"{each['seconds'] / first:.2f}")
+        for each in steps
+    )
+    head = f"DDP step, {steps[0]['p']} ranks | ms | beside the first" if steps else ""
+    return report.table(head, rows) if steps else []
 
 
 def _bytes(size: int) -> str:
@@ -100,21 +89,15 @@ def verdict(found: Found) -> str:
 
 def checks(stages: Sequence[Found]) -> list[str]:
     """A row for each group of a stage, with its first failure or else its first note."""
-    lines = ["| stage | group | cases | checks | |", "|---|---|---:|---:|---|"]
+    by_group: dict[tuple[str, str], list[Found]] = {}
     for stage in stages:
-        for group, rows in _by_group(stage["rows"]).items():
-            count = sum(row.get("checks", 0) for row in rows)
-            lines.append(
-                f"| {stage['name']} | {_cell(group)} | {len(rows)} | {count:,} | {_said(rows)} |"
-            )
-    return lines
-
-
-def _by_group(rows: Sequence[Found]) -> dict[str, list[Found]]:
-    found: dict[str, list[Found]] = {}
-    for row in rows:
-        found.setdefault(row["group"], []).append(row)
-    return found
+        for row in stage["rows"]:
+            by_group.setdefault((stage["name"], row["group"]), []).append(row)
+    rows = (
+        (stage, _cell(group), len(rows), f"{sum(r.get('checks', 0) for r in rows):,}", _said(rows))
+        for (stage, group), rows in by_group.items()
+    )
+    return report.table("stage | group | cases | checks | ", rows, "llrrl")
 
 
 def _said(rows: Sequence[Found]) -> str:
@@ -138,32 +121,29 @@ def _cell(text: str) -> str:
 def speeds(times: Sequence[Found]) -> list[str]:
     """A row for each job: its share of a copy's bandwidth at each size, and torch's time beside."""
     sizes = [n for n in SIZES if any(each["n"] == n for each in times)]
-    lines = [
-        f"| kernel | floor, bytes | {' | '.join(map(_size, sizes))} | goal | torch's operations |",
-        "|---|---:|" + "---:|" * len(sizes) + "---|---|",
-    ]
-    return [*lines, *_speed_rows(times, sizes)]
+    head = ["kernel", "floor, bytes", *map(_size, sizes), "goal", "torch's operations"]
+    align = "lr" + "r" * len(sizes) + "ll"
+    return report.table(" | ".join(head), _speed_rows(times, sizes), align)
 
 
-def _speed_rows(times: Sequence[Found], sizes: Sequence[int]) -> Iterator[str]:
+def _speed_rows(times: Sequence[Found], sizes: Sequence[int]) -> Iterator[list[str | None]]:
     by_job = {(each["job"], each["n"]): each for each in times}
     for floor in FLOORS:
         own = [by_job[floor.job, n] for n in sizes if (floor.job, n) in by_job]
         if not own:
             continue
-        cells = [_share(by_job.get((floor.job, n))) for n in sizes]
         missed = [_size(each["n"]) for each in own if not each["reached"]]
         goal = "reached" if not missed else f"missed at {', '.join(missed)}"
-        largest = own[-1]
-        times_as_long = largest["torch_seconds"] / largest["seconds"]
-        beside = f"{floor.beside}: {times_as_long:.1f}× as long at {_size(largest['n'])}"
-        yield f"| {floor.job} | {floor.bytes:.2f} | {' | '.join(cells)} | {goal} | {beside} |"
+        times_as_long = own[-1]["torch_seconds"] / own[-1]["seconds"]
+        beside = f"{floor.beside}: {times_as_long:.1f}× as long at {_size(own[-1]['n'])}"
+        shares = (_share(by_job.get((floor.job, n))) for n in sizes)
+        yield [floor.job, f"{floor.bytes:.2f}", *shares, goal, beside]
 
 
-def _share(time: Found | None) -> str:
+def _share(time: Found | None) -> str | None:
     """And gigabytes a second, of the floor's bytes."""
     if time is None:
-        return "–"
+        return None
     rate = time["floor"] * time["n"] / time["seconds"] / 1e9
     return f"{time['share']:.2f} ({rate:,.0f} GB/s)"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 from bench.cuda.gpu_build import LIBRARY
 
 _TOO_LATE = 5.0  # seconds, in which no stage gets anywhere

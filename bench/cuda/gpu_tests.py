@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 from bench.cuda import gpu_build
 from bench.cuda.gpu_rows import Row
 

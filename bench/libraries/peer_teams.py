@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 from bench.libraries import placement
 
 ENVIRONMENTS = ROOT / "build" / "peers"

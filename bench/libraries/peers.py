@@ -29,9 +29,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad, describe
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.libraries import peer_teams, peers_report, placement
 from bench.libraries.peer_teams import GRADWIRE, LIBRARIES, Team
 
@@ -233,8 +233,8 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     found["command"] = " ".join(["-m bench.libraries.peers", *sys.argv[1:]])
     stem = options.output or RESULTS / f"peers-{now.date().isoformat()}"
     document = peers_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    peers_report.draw(found, result_files.beside(stem, ".png"))
+    report.save(stem, found, document)
+    peers_report.draw(found, report.beside(stem, ".png"))
     return document
 
 

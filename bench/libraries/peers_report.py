@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.common.report import size
 from bench.libraries.peer_teams import GLOO, GRADWIRE, OPEN_MPI, TITLES
 
 Case = Mapping[str, Any]
@@ -271,14 +272,6 @@ def _starts(found: Found) -> Iterator[str]:
     for place, commands in found["starts"].items():
         for name, command in commands.items():
             yield f"- {place}, {TITLES[name]}: `{command}`"
-
-
-def size(nbytes: int) -> str:
-    """4 B, 64 KiB, 256 MiB."""
-    for scale, unit in ((_MI, "MiB"), (_KI, "KiB")):
-        if nbytes >= scale and nbytes % scale == 0:
-            return f"{nbytes // scale} {unit}"
-    return f"{nbytes} B"
 
 
 def draw(found: Found, path: Path) -> None:

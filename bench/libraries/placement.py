@@ -11,7 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 
 _SOURCE = Path(__file__).with_name("shm_floor.cc")
 _BUILT = ROOT / "build" / "peers" / "shm_floor.so"

@@ -23,10 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS, ROOT
-from bench.libraries.peers_report import size
+from bench.common.report import RESULTS, ROOT
 from bench.network import rdma_turns
 
 RDMA, TCP = rdma_turns.GRADWIRE
@@ -62,7 +61,7 @@ def main() -> int:
     suffix = "-machines" if options.machines == 2 else ""
     stem = options.output or RESULTS / f"rdma-{datetime.date.today().isoformat()}{suffix}"
     text = document(found)
-    result_files.save(stem, found, text)
+    report.save(stem, found, text)
     print(text)
     return 0
 
@@ -129,7 +128,9 @@ def document(found: Found) -> str:
 
 def _rows(case: Found) -> Iterator[str]:
     bandwidth = case["what"] == "bandwidth"
-    title = f"MiB/s, {size(case['nbytes'])}" if bandwidth else f"µs one way, {case['nbytes']} B"
+    title = (
+        f"MiB/s, {report.size(case['nbytes'])}" if bandwidth else f"µs one way, {case['nbytes']} B"
+    )
     for index, program in enumerate(rdma_turns.PERFTEST[case["what"]]):
         measured = ratio(case, RDMA, program)
         goal, reached = "–", "–"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 
 BENCH = ROOT / "build" / "release" / "bench_rdma"
 MACHINES = int(os.environ.get("RDMA_VM_SIZE", "1"))

@@ -33,9 +33,9 @@ from gradwire.lab.planner.walk import walk
 from gradwire.lab.simulation.topology import flat
 from torch import nn
 
-from bench.common import job, result_files
+from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import images
 from bench.training.methods import ONEBIT, PEERS, Method
@@ -86,8 +86,8 @@ def _report(rows: list[dict[str, Any]], machine: str, options: argparse.Namespac
         "cases": rows,
     }
     stem = options.output or RESULTS / f"planned-steps-{datetime.date.today().isoformat()}"
-    result_files.save(stem, found, document(found, stem.name))
-    draw(rows, result_files.beside(stem, ".png"))
+    report.save(stem, found, document(found, stem.name))
+    draw(rows, report.beside(stem, ".png"))
     print(document(found, stem.name))
     return 0
 

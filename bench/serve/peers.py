@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import multiprocessing
 import os
@@ -36,9 +35,8 @@ from gradwire import serve
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
 from bench.serve import peer_sides, peers_report
 from bench.serve.peer_sides import CLIENTS, MEET_BY_FILE, SERVERS_OF, SIDES, TOLD
 
@@ -117,18 +115,13 @@ def main() -> int:
             for operation in ("both", "pull")
         ]
     found = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["-m bench.serve.peers", *sys.argv[1:]]),
         "cases": cases,
         "crowds": _crowds(options),
         "beside": _small_beside_large(max(options.sizes), options.rounds),
         "rejoin": _rejoin(max(options.sizes), options.rounds),
     }
-    found["machine"] = load.describe()
-    stem = options.output or RESULTS / f"serve-{datetime.date.today().isoformat()}"
-    document = peers_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    print(document)
+    found |= report.stamp("bench.serve.peers", load)
+    report.write(options.output, "serve", found, peers_report.document)
     return 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from bench.common import report
+from bench.common.report import Found, median_ratio
 from bench.serve.peer_sides import GLOO, GRADWIRE_SHM, GRADWIRE_TCP, RPC, SOCKETS, WALL
 
 _SMALL = 1024  # elements of the small pull
@@ -35,40 +37,33 @@ GOALS = (
 )
 
 
-def document(found: Mapping[str, Any], stem: str) -> str:
+def document(found: Found, stem: str) -> str:
     """The report as Markdown."""
-    lines = [
-        "# The parameter server beside other ways",
-        "",
-        f"{found['date']}, {found['machine']}: `python {found['command']}`.",
-        "",
+    return report.document(
+        "The parameter server beside other ways",
+        report.origin(found),
         "Milliseconds of two clients that pull from two servers, or pull and push, at the same "
         "time: the slower one, median (least) of all rounds. Servers of gradwire apply each push.",
-        "",
-        *summary(found),
-        "",
+        summary(found),
         "## Goals",
-        "",
-        *(f"- {each}" for each in goals(found)),
-        "",
+        goals(found),
         f"Figures: `{stem}.json`.",
-        "",
-    ]
-    return "\n".join(lines)
+    )
 
 
-def summary(found: Mapping[str, Any]) -> Iterator[str]:
-    """The rows of the table of milliseconds."""
-    kinds = list(found["cases"][0]["seconds"])
-    yield "| float32 elements | | " + " | ".join(kinds) + " |"
-    yield "|---:|---|" + "---:|" * len(kinds)
-    for case in found["cases"]:
-        cells = [
-            f"{statistics.median(seconds) * 1e3:.3g} ({min(seconds) * 1e3:.3g})"
-            for seconds in case["seconds"].values()
-        ]
-        what = {"both": "pull and push", "pull": "pull"}[case["operation"]]
-        yield f"| {case['elements']:,} | {what} | " + " | ".join(cells) + " |"
+def summary(found: Found) -> list[str]:
+    """The table of milliseconds."""
+    what = {"both": "pull and push", "pull": "pull"}
+    rows = (
+        [f"{case['elements']:,}", what[case["operation"]], *map(_ms, case["seconds"].values())]
+        for case in found["cases"]
+    )
+    kinds = " | ".join(found["cases"][0]["seconds"])
+    return report.table(f"float32 elements |  | {kinds}", rows, "rl")
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.3g} ({min(seconds) * 1e3:.3g})"
 
 
 class Outcome(NamedTuple):
@@ -91,41 +86,41 @@ class Outcome(NamedTuple):
         return f"{'at least' if self.at_least else 'at most'} {self.bound:g}"
 
 
-def goals(found: Mapping[str, Any]) -> Iterator[str]:
+def goals(found: Found) -> Iterator[str]:
     """One line for each goal that the figures can tell of."""
     for each in outcomes(found):
-        verdict = "reached" if each.reached else "missed"
-        least = "" if each.least is None else f" Of the least: {each.least:.2f}."
-        yield f"{each.text}: {each.value:.2f}, wanted {each.wanted}: {verdict}.{least}"
+        least = report.shown(each.least, " Of the least: {:.2f}.").strip("–")
+        verdict = report.reached(each.reached)
+        yield f"- {each.text}: {each.value:.2f}, wanted {each.wanted}: {verdict}.{least}"
 
 
-def goal_rows(found: Mapping[str, Any]) -> Iterator[str]:
-    """The same as the rows of a table."""
-    yield "| goal | wanted | measured | reached |"
-    yield "|---|---:|---:|---|"
-    for each in outcomes(found):
-        reached = "yes" if each.reached else "no"
-        yield f"| {each.text} | {each.wanted} | {each.value:.2f} | {reached} |"
+def goal_table(found: Found) -> list[str]:
+    """The same as a table."""
+    rows = (
+        (each.text, each.wanted, f"{each.value:.2f}", report.yes(each.reached))
+        for each in outcomes(found)
+    )
+    return report.table("goal | wanted | measured | reached", rows, "lrrl")
 
 
-def outcomes(found: Mapping[str, Any]) -> Iterator[Outcome]:
+def outcomes(found: Found) -> Iterator[Outcome]:
     """Each goal that the figures can tell of."""
     yield from _beside_others(found["cases"])
     few, many = found["crowds"]
-    rates = _median_ratio(many["rates"], few["rates"])
+    rates = median_ratio(many["rates"], few["rates"])
     text = f"pulls and pushes a second of {many['clients']} clients over {few['clients']} clients'"
     yield Outcome(text, rates, 0.8, True)
     yield Outcome("MB that a client costs a shard", many["bytes_a_client"] / 1e6, 2.5, False)
     descriptors = many["descriptors_a_client"]
     yield Outcome("descriptors that a client costs a shard", descriptors, 4, False)
     for what, bound in (("own push", 3.0), ("another's push", 2.0)):
-        ratio = _median_ratio(found["beside"][what], found["beside"]["alone"])
+        ratio = median_ratio(found["beside"][what], found["beside"]["alone"])
         yield Outcome(f"a small request beside {what} over one alone", ratio, bound, False)
     connect = statistics.median(found["rejoin"]["connect"]) * 1e3
     yield Outcome("ms to connect again", connect, 100, False)
 
 
-def _beside_others(cases: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+def _beside_others(cases: Sequence[Found]) -> Iterator[Outcome]:
     seconds_of = {(each["operation"], each["elements"]): each["seconds"] for each in cases}
     largest = max(each["elements"] for each in cases)
     for goal in GOALS:
@@ -133,9 +128,5 @@ def _beside_others(cases: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
         if not {goal.over, goal.under} <= set(seconds):
             continue
         over, under = seconds[goal.over], seconds[goal.under]
-        ratio = _median_ratio(over, under)
+        ratio = median_ratio(over, under)
         yield Outcome(goal.text, ratio, goal.bound, goal.at_least, min(over) / min(under))
-
-
-def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import job, result_files
+from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
 from bench.network import links
 from bench.torch_backend import beside_gloo_report
 
@@ -44,13 +42,9 @@ def main() -> int:
     load = OtherLoad()
     found: dict[str, Any] = {"collectives": {}, "steps": {}}
     for _ in _measurements(options, found):
-        found |= {
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "machine": load.describe(),
-            "command": " ".join(["-m bench.torch_backend.beside_gloo", *sys.argv[1:]]),
-        }
-        document = _write(options, found)  # each time: a later part may fail
-    print(document)
+        found |= report.stamp("bench.torch_backend.beside_gloo", load)
+        own = beside_gloo_report  # each time: a later part may fail
+        report.write(options.output, "backend", found, own.document, own.draw)
     return 0
 
 
@@ -72,14 +66,6 @@ def _measurements(options: argparse.Namespace, found: dict[str, Any]) -> Iterato
             its = found["steps"].setdefault(beside_gloo_report.SHAPED + rate.name, {})
             its[str(ranks)] = _on_shaped(options, ranks, rate)
             yield
-
-
-def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
-    stem = options.output or RESULTS / f"backend-{datetime.date.today().isoformat()}"
-    document = beside_gloo_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    beside_gloo_report.draw(found, result_files.beside(stem, ".png"))
-    return document
 
 
 def _parse() -> argparse.Namespace:

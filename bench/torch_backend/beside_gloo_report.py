@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.libraries.peers_report import size
+from bench.common import report
+from bench.common.report import OTHERS, OURS, Found, size
 
 NO_LINK = "none"
 SHAPED = "shaped "  # before the rate of links between namespaces
 GRADWIRE, GLOO = "gradwire", "gloo"
-COMMUNICATOR, NUMPY = "communicator, tensor", "communicator, NumPy"
+COMMUNICATOR, NUMPY = _OWN = "communicator, tensor", "communicator, NumPy"
 FUNCTIONAL = "all_reduce, functional"
 OF_GLOO, OF_COMMUNICATOR, LEAST_BYTES = 1.5, 1.05, 1 << 26  # the goals
 MICROSECONDS = 3.0  # of a tensor's 4 bytes through the communicator, at most
 
-Found = Mapping[str, Any]
-
 
 def document(found: Found, stem: str) -> str:
     """The md file, whose picture is called as it is."""
-    lines = [
-        "# The backend beside gloo",
-        "",
+    return report.document(
+        "The backend beside gloo",
         f"{found['date']}; {found['machine']}. `python {found['command']}`. What is in one "
         "table took turns in the same processes. gloo has no shared memory: ranks of one host talk "
         "over loopback.",
-        "",
         f"![Milliseconds of collectives, and of steps]({stem}.png)",
-    ]
-    if reached := list(goals(found)):
-        lines += ["", "| goal | limit | measured | reached |", "|---|---:|---:|---|", *reached]
-    if "cost" in found:
-        lines += ["", "## Processor time of one call of 4 B, on one rank alone", "", *cost(found)]
-    for ranks in found["collectives"]:
-        lines += ["", f"## Collectives, {ranks} ranks", "", *collectives(found, ranks)]
-    if found["steps"]:
-        lines += ["", "## Training steps", "", *steps(found)]
-    return "\n".join(lines) + "\n"
+        goals(found) if any(_goals(found)) else "",
+        report.section("Processor time of one call of 4 B, on one rank alone", cost(found)),
+        *(
+            report.section(f"Collectives, {ranks} ranks", collectives(found, ranks))
+            for ranks in found["collectives"]
+        ),
+        report.section("Training steps", steps(found) if found["steps"] else ""),
+    )
 
 
-def goals(found: Found) -> Iterator[str]:
+def goals(found: Found) -> list[str]:
     """A row for each goal that was measured."""
+    return report.table("goal | limit | measured | reached", _goals(found), "lrrl")
+
+
+def _goals(found: Found) -> Iterator[tuple[str, ...]]:
     if "cost" in found:
         its = found["cost"]["all_reduce"]
         what = "processor time of dist.all_reduce, 4 B: gradwire's / gloo's"
@@ -57,66 +56,68 @@ def goals(found: Found) -> Iterator[str]:
             yield _goal(what, OF_COMMUNICATOR, ratio(large, GRADWIRE, COMMUNICATOR), "×")
 
 
-def _goal(what: str, most: float, value: float, unit: str) -> str:
-    reached = "yes" if value <= most else "no"
-    return f"| {what} | {most:g}{unit} | {value:.2f}{unit} | {reached} |"
+def _goal(what: str, most: float, value: float, unit: str) -> tuple[str, ...]:
+    return what, f"{most:g}{unit}", f"{value:.2f}{unit}", report.yes(value <= most)
 
 
-def cost(found: Found) -> Iterator[str]:
-    """A row for each operation."""
-    yield "| µs | gradwire | gloo | ratio |"
-    yield "|---|---:|---:|---:|"
-    for kind, its in found["cost"].items():
-        quotient = its[GRADWIRE] / its[GLOO]
-        yield f"| {kind} | {its[GRADWIRE]:.1f} | {its[GLOO]:.1f} | {quotient:.2f} |"
-        for own in (COMMUNICATOR, NUMPY):
-            if own in its:
-                yield f"| {own} | {its[own]:.2f} | – | – |"
+def cost(found: Found) -> list[str]:
+    """A row for each operation; nothing where it was not measured."""
+
+    def rows() -> Iterator[tuple[str | None, ...]]:
+        for kind, its in found["cost"].items():
+            ours, theirs = its[GRADWIRE], its[GLOO]
+            yield kind, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"
+            yield from ((own, f"{its[own]:.2f}", None, None) for own in _OWN if own in its)
+
+    return report.table("µs | gradwire | gloo | ratio", rows()) if "cost" in found else []
 
 
-def collectives(found: Found, ranks: str) -> Iterator[str]:
+def collectives(found: Found, ranks: str) -> list[str]:
     """A row for each operation and size."""
-    yield "| | gradwire, ms | gloo, ms | faster | communicator's own, ms | of that |"
-    yield "|---|---:|---:|---:|---:|---:|"
-    for operation, by_size in found["collectives"][ranks].items():
-        for nbytes, its in by_size.items():
-            cells = [
-                milliseconds(its[GRADWIRE]),
-                milliseconds(its[GLOO]),
-                f"{ratio(its, GLOO, GRADWIRE):.1f}×",
-            ]
-            own = its.get(COMMUNICATOR)
-            cells += ["–", "–"] if own is None else [milliseconds(own), _share(its)]
-            yield f"| {operation}, {size(int(nbytes))} | {' | '.join(cells)} |"
+
+    def row(its: Found) -> Iterator[str | None]:
+        yield from (milliseconds(its[GRADWIRE]), milliseconds(its[GLOO]))
+        yield f"{ratio(its, GLOO, GRADWIRE):.1f}×"
+        has = COMMUNICATOR in its
+        yield milliseconds(its[COMMUNICATOR]) if has else None
+        yield f"{ratio(its, GRADWIRE, COMMUNICATOR):.2f}×" if has else None
+
+    rows = (
+        (f"{operation}, {size(int(nbytes))}", *row(its))
+        for operation, by_size in found["collectives"][ranks].items()
+        for nbytes, its in by_size.items()
+    )
+    head = " | gradwire, ms | gloo, ms | faster | communicator's own, ms | of that"
+    return report.table(head, rows)
 
 
 def ratio(its: Found, one: str, other: str) -> float:
-    """Of two libraries' times: the median over turns that followed each other."""
-    return statistics.median(a / b for a, b in zip(its[one], its[other], strict=True))
-
-
-def _share(its: Found) -> str:
-    return f"{ratio(its, GRADWIRE, COMMUNICATOR):.2f}×"
+    """Of two libraries' times, of turns that followed each other."""
+    return report.median_ratio(its[one], its[other])
 
 
 def milliseconds(seconds: list[float]) -> str:
     """The median."""
     middle = 1e3 * statistics.median(seconds)
-    digits = 3 if middle < 1 else 1
-    return f"{middle:.{digits}f}"
+    return f"{middle:.{3 if middle < 1 else 1}f}"
 
 
-def steps(found: Found) -> Iterator[str]:
+def steps(found: Found) -> list[str]:
     """A row for each way, number of ranks and link."""
-    yield "| step | ranks | link | steps of a rank | ms | MB sent by a rank |"
-    yield "|---|---:|---|---:|---:|---:|"
-    for link, by_ranks in found["steps"].items():
-        for ranks, ways in by_ranks.items():
-            for way, its in ways.items():
-                low, high = its["middle_half_ms"]
-                middle = f"{its['ms']:.1f} ({low:.1f} to {high:.1f})"
-                cells = [title(link), str(its["steps"]), middle, f"{its['sent'] / 1e6:.2f}"]
-                yield f"| {way} | {ranks} | {' | '.join(cells)} |"
+    rows = (
+        (way, ranks, title(link), its["steps"], middle_half(its), f"{its['sent'] / 1e6:.2f}")
+        for link, by_ranks in found["steps"].items()
+        for ranks, ways in by_ranks.items()
+        for way, its in ways.items()
+    )
+    head = "step | ranks | link | steps of a rank | ms | MB sent by a rank"
+    return report.table(head, rows, "lrl")
+
+
+def middle_half(step: Found) -> str:
+    """Milliseconds: the median, and between which the middle half is."""
+    low, high = step["middle_half_ms"]
+    return f"{step['ms']:.1f} ({low:.1f} to {high:.1f})"
 
 
 def title(link: str) -> str:
@@ -130,40 +131,25 @@ def title(link: str) -> str:
 
 def draw(found: Found, path: Path) -> None:
     """Times of all_reduce by bytes and ranks, and of steps by link with the most ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     ranks, links = list(found["collectives"]), list(found["steps"])
-    panels = max(1, len(ranks) + len(links))
-    figure, axes = pyplot.subplots(
-        1, panels, figsize=(5.5 * panels, 3.6), squeeze=False, layout="constrained"
-    )
-    for panel, each in zip(axes[0], ranks, strict=False):
-        _draw_calls(panel, found["collectives"][each]["all_reduce"], each)
-    for panel, link in zip(axes[0][len(ranks) :], links, strict=False):
-        _draw_steps(panel, found["steps"][link], link)
-    figure.savefig(path, dpi=100)
+    columns = max(1, len(ranks) + len(links))
+    with report.picture(path, 5.5 * columns, 3.6, columns=columns) as (_, (panels,)):
+        for panel, each in zip(panels, ranks, strict=False):
+            _draw_calls(panel, found["collectives"][each]["all_reduce"], each)
+        for panel, link in zip(panels[len(ranks) :], links, strict=False):
+            _draw_steps(panel, found["steps"][link], link)
 
 
 def _draw_calls(axes: Any, by_size: Found, ranks: str) -> None:
-    for library, colour in ((GLOO, "#b3123a"), (GRADWIRE, "#1463b0"), (COMMUNICATOR, "#777777")):
+    for library, colour in ((GLOO, OTHERS), (GRADWIRE, OURS), (COMMUNICATOR, report.NEUTRAL)):
         times = [1e3 * statistics.median(its[library]) for its in by_size.values()]
         axes.plot(list(map(int, by_size)), times, marker=".", color=colour, label=library)
     axes.set(xscale="log", yscale="log", xlabel="bytes", title=f"all_reduce, {ranks} ranks, ms")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 
 
 def _draw_steps(axes: Any, by_ranks: Found, link: str) -> None:
     ranks, ways = list(by_ranks.items())[-1]
-    names = list(ways)
-    colours = ["#b3123a" if name.endswith(GLOO) else "#1463b0" for name in names]
-    axes.barh(range(len(names)), [ways[name]["ms"] for name in names], color=colours)
-    for place, name in enumerate(names):
-        axes.text(ways[name]["ms"], place, f" {ways[name]['ms']:.0f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), labels=names)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
+    colours = [OTHERS if name.endswith(GLOO) else OURS for name in ways]
+    report.bars(axes, list(ways), [its["ms"] for its in ways.values()], ".0f", colours)
     axes.set_title(f"a step on {ranks} ranks, ms\n{title(link)}", fontsize=9)

@@ -12,18 +12,15 @@ Writes bench/results/hybrid-DATE.json, .md and .png; `--picture` draws into anot
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench.common import job, result_files
+from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
 from bench.torch_backend import hybrid_report
-from bench.torch_backend.hybrid_report import NO_LINK
+from bench.torch_backend.beside_gloo_report import NO_LINK
 
 LINKS = (NO_LINK, "1gbit,100us", "100mbit,100us")
 NETWORKS = ("AlexNet", "VGG")
@@ -44,20 +41,12 @@ def main() -> int:
             its = found["links"].setdefault(link, {})
             its[str(ranks)] = _measure(options, link, ranks)
     found |= {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.torch_backend.hybrid", *sys.argv[1:]]),
+        **report.stamp("bench.torch_backend.hybrid", load),
         "batch": options.batch,
         "steps": options.steps,
     }
-    stem = options.output or RESULTS / f"hybrid-{datetime.date.today().isoformat()}"
-    document = hybrid_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    picture = result_files.beside(stem, ".png")
-    hybrid_report.draw(found, picture)
-    if options.picture is not None:
-        shutil.copyfile(picture, options.picture)
-    print(document)
+    own = hybrid_report
+    report.write(options.output, "hybrid", found, own.document, own.draw, options.picture)
     return 0
 
 

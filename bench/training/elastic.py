@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.collectives.compare import interval
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 
 RANKS, VICTIM = 3, 1
 _LIMIT = 240.0  # seconds for one event
@@ -113,9 +113,9 @@ def main() -> int:
     found["machine"] = load.describe()
     stem = options.stem or RESULTS / f"elastic-{datetime.date.today().isoformat()}"
     document = _document(found)
-    result_files.save(stem, found, document)
+    report.save(stem, found, document)
     if found["cases"]:
-        _draw(found, result_files.beside(stem, ".png"))
+        _draw(found, report.beside(stem, ".png"))
     print(document)
     return 0
 

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.training import methods
 from bench.training.trials import large_batch_report, launch
 from bench.training.trials.large_batch_report import SMALLEST

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import gradwire
 
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.training import methods
 from bench.training.trials import exchanges, launch, optimizers_report
 from bench.training.trials.trial import Outcome, Trial, best_rate, read

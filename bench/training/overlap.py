@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.common import result_files
+from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import images, step_times
 from bench.training.step_report import EMPTY_HOOK, GLOO, LOCAL, NO_LINK
@@ -45,16 +45,14 @@ def main() -> int:
     for rate in [] if options.here else options.link:
         step_times.on_shaped(rate, options, found)
     found |= {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": load.describe(),
-        "command": " ".join(["-m bench.training.overlap", *sys.argv[1:]]),
+        **report.stamp("bench.training.overlap", load),
         "ranks": options.ranks,
         "batch": options.batch,
         "bytes": options.calls[0],
     }
     stem = options.output or RESULTS / f"overlap-{datetime.date.today().isoformat()}"
     text = document(found)
-    result_files.save(stem, found, text)
+    report.save(stem, found, text)
     print(text)
     return 0
 

@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import job, result_files
+from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import step_report
 from bench.training.methods import PEERS, TRAINED
@@ -162,8 +162,8 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
         "command": " ".join(["-m bench.training.step_times", *sys.argv[1:]]),
     }
     document = step_report.document(found, stem.name)
-    result_files.save(stem, found, document)
-    step_report.draw(found, result_files.beside(stem, ".png"))
+    report.save(stem, found, document)
+    step_report.draw(found, report.beside(stem, ".png"))
     return document
 
 

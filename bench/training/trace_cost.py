@@ -33,9 +33,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.collectives.compare import interval
-from bench.common import result_files, spawned
+from bench.common import report, spawned
 from bench.common.machine import OtherLoad
-from bench.common.result_files import RESULTS
+from bench.common.report import RESULTS
 
 CODECS = ("none", "int8")
 CALLS = {"4 B": 1, "64 KB": 16_384, "4 MB": 1 << 20}  # elements
@@ -77,7 +77,7 @@ def serve(rank: int, store: str, options: argparse.Namespace) -> None:
         found = {"ranks": options.ranks, "rounds": options.rounds, "machine": load.describe()}
         found |= {"date": datetime.date.today().isoformat(), "rows": rows}
         document = "\n".join(["# What recording a trace costs", "", *table(found), ""])
-        result_files.save(options.output, found, document)
+        report.save(options.output, found, document)
         print(document)
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import gradwire
 from gradwire._launch import launcher
 
-from bench.common.result_files import RESULTS, ROOT
+from bench.common.report import RESULTS, ROOT
 from bench.training import images, methods, train_links, train_report
 from bench.training.methods import Method
 from bench.training.train_runs import WARM_UP, Run, read_results

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.asynchronous.seeds import times
 from bench.common import machine
+from bench.common.report import times
 from bench.training.methods import FIRST, SMALL, Method, legend, titles
 from bench.training.train_runs import MOMENTUM, Result, Run
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common import machine, result_files
+from bench.common import machine, report
 from bench.training.methods import FIRST
 from bench.training.train_runs import MOMENTUM
 from bench.training.trials import exchanges
@@ -92,8 +92,8 @@ def write(outcomes: Sequence[Outcome], runs: Path, stem: Path, target: float) ->
     """Writes STEM.md and .png, and the outcomes beside them; prints the tables."""
     rows = rows_of(outcomes)
     text = "\n".join(_document(rows, stem.name, target)) + "\n"
-    result_files.save_runs(stem, runs, text)
-    draw(rows, result_files.beside(stem, ".png"))
+    report.save_runs(stem, runs, text)
+    draw(rows, report.beside(stem, ".png"))
     print(text)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gradwire._launch import launcher
 
-from bench.common.result_files import ROOT
+from bench.common.report import ROOT
 from bench.training.trials.trial import Outcome, Trial, read
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.asynchronous.seeds import times
-from bench.common import machine, result_files
+from bench.common import machine, report
+from bench.common.report import times
 from bench.training.methods import SMALL
 from bench.training.trials import exchanges
 from bench.training.trials.trial import Outcome, best_rate
@@ -162,8 +162,8 @@ def write(outcomes: Sequence[Outcome], runs: Path, stem: Path) -> None:
     """Writes STEM.md and .png, and the outcomes beside them; prints the tables."""
     tables = tables_of(outcomes)
     text = "\n".join(_document(tables, outcomes, stem.name)) + "\n"
-    result_files.save_runs(stem, runs, text)
-    draw(tables, result_files.beside(stem, ".png"))
+    report.save_runs(stem, runs, text)
+    draw(tables, report.beside(stem, ".png"))
     print(text)
 
 

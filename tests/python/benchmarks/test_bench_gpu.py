@@ -18,7 +18,7 @@ import ranks
 import simulated_gpu
 
 from bench import gpu, tables
-from bench.common import result_files
+from bench.common import report
 from bench.cuda import (
     gpu_build,
     gpu_floors,
@@ -70,7 +70,7 @@ def test_results_go_into_a_folder_or_beside_a_name(tmp_path: Path) -> None:
     assert gpu._stem(str(tmp_path)) == tmp_path / "gpu"
     assert gpu._stem(f"{tmp_path}/new/") == tmp_path / "new/gpu"
     assert gpu._stem(str(tmp_path / "h200.1")) == tmp_path / "h200.1"
-    result_files.save(tmp_path / "h200.1", {"a": 1}, "text")
+    report.save(tmp_path / "h200.1", {"a": 1}, "text")
     assert {each.name for each in tmp_path.iterdir()} == {"h200.1.json", "h200.1.md"}
 
 

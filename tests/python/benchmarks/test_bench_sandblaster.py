@@ -31,7 +31,7 @@ def test_the_report_shows_losses_and_ratios() -> None:
             {"case": "stops", "portions": 32, "backups": 1.04, "none": None, "equal": None}
         ],
     }
-    text = sandblaster_report.document(found)
+    text = sandblaster_report.document(found, "stem")
     assert "| SGD | 0.5 | 0.5 | 0.5 | 0.4 |" in text
     assert "| L-BFGS | – | – | – | 0.25 |" in text
     assert "| stops | 32 | 1.04 | never ends | never ends |" in text

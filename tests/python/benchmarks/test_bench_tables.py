@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import tables
-from bench.libraries import peers_report
+from bench.common import report
 from bench.training import methods
 from bench.training.train_runs import Point, Result, Run, append
 
@@ -116,7 +116,7 @@ def test_peers_are_compared_with_the_best_and_gloo(tmp_path: Path):
     rows = tables.peers(tmp_path)
     assert rows[2] == "| 4 B |" + " 4.00 (2.5×, 10.0×) |" * 4
     assert [row.split(" | ")[0] for row in rows[2:]] == [
-        f"| {peers_report.size(each)}" for each in tables._SIZES
+        f"| {report.size(each)}" for each in tables._SIZES
     ]
     path.write_text(json.dumps({"cases": cases[1:]}))
     with pytest.raises(tables.Incomplete, match="no 4 bytes over shm, p = 2"):
