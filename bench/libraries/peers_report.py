@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.common.report import size
+from bench.common import report
+from bench.common.report import median_ratio, size
 from bench.libraries.peer_teams import GLOO, GRADWIRE, OPEN_MPI, TITLES
 
 Case = Mapping[str, Any]
@@ -32,8 +33,7 @@ def median(case: Case, name: str) -> float:
 
 def ratio(case: Case, name: str) -> float:
     """How many times faster gradwire was, turns of the same round compared."""
-    rounds = zip(case["seconds"][name], case["seconds"][GRADWIRE], strict=True)
-    return statistics.median(theirs / ours for theirs, ours in rounds)
+    return median_ratio(case["seconds"][name], case["seconds"][GRADWIRE])
 
 
 def best(case: Case) -> str | None:
@@ -66,16 +66,14 @@ def share(case: Case) -> float | None:
     p, nbytes = case["ranks"], case["bytes"]
     each = nbytes if case["transport"] == "shm" else 2 * (p - 1) / p * nbytes
     scale = each / wall["bytes"] * p / wall["processes"]
-    rounds = zip(wall["seconds"], case["seconds"][GRADWIRE], strict=True)
-    return scale * statistics.median(theirs / ours for theirs, ours in rounds)
+    return scale * median_ratio(wall["seconds"], case["seconds"][GRADWIRE])
 
 
 def of_floor(case: Case) -> float | None:
     """What the floor program takes, as part of what gradwire takes."""
     if case.get("floor") is None:
         return None
-    rounds = zip(case["floor"], case["seconds"][GRADWIRE], strict=True)
-    return statistics.median(theirs / ours for theirs, ours in rounds)
+    return median_ratio(case["floor"], case["seconds"][GRADWIRE])
 
 
 def line_times(case: Case) -> str:
@@ -276,23 +274,15 @@ def _starts(found: Found) -> Iterator[str]:
 
 def draw(found: Found, path: Path) -> None:
     """Times and ratios over sizes, by transport and p."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = [[each for each in cases if each["op"] == "all_reduce"] for cases in groups(found)]
-    figure, axes = pyplot.subplots(
-        2, len(shown), figsize=(4.6 * len(shown), 7.6), squeeze=False, layout="constrained"
-    )
-    for column, cases in enumerate(shown):
-        _times(axes[0][column], cases)
-        _ratios(axes[1][column], cases)
-    for each in axes.flat:
-        each.legend(fontsize=8)
-    figure.suptitle("all_reduce of float32 from Python, taking turns on one host")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+    columns = len(shown)
+    with report.picture(path, 4.6 * columns, 7.6, 2, columns) as (figure, axes):
+        for column, cases in enumerate(shown):
+            _times(axes[0][column], cases)
+            _ratios(axes[1][column], cases)
+        for each in axes.flat:
+            each.legend(fontsize=8)
+        figure.suptitle("all_reduce of float32 from Python, taking turns on one host")
 
 
 def _times(axes: Any, cases: Sequence[Case]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.common import report
+from bench.common.report import shown
 from bench.network import links
 from bench.training import methods
 from bench.training.methods import Method
@@ -136,7 +138,7 @@ def _goals_of(found: Found, link: str) -> Iterator[str]:
 
 def _goal(link: str, title: str, goal: str, measured: float | None, least: float, form: str) -> str:
     met = "–" if measured is None else "yes" if measured >= least else "no"
-    return f"| {link} | {title} | {goal} | {_shown(measured, form)} | {met} |"
+    return f"| {link} | {title} | {goal} | {shown(measured, form)} | {met} |"
 
 
 def _title(link: str) -> str:
@@ -186,22 +188,18 @@ def _steps(found: Found, link: str) -> list[str]:
         ideal = None if codec is None else bound.step(name, codec) / steps[name]["ms"]
         cells = [
             f"{steps[name]['ms']:.2f}",
-            _shown(bound.reached(name), "{:.2f}×"),
+            shown(bound.reached(name), "{:.2f}×"),
             f"{steps[name]['sent'] / 1e3:.1f}",
-            _shown(bound.credit(name, burst), "{:.2f}"),
-            _shown(codec, "{:.2f}"),
-            _shown(most, "{:.2f}×"),
-            _shown(bound.share(name, codec), "{:.0%}"),
-            _shown(ideal, "{:.0%}"),
+            shown(bound.credit(name, burst), "{:.2f}"),
+            shown(codec, "{:.2f}"),
+            shown(most, "{:.2f}×"),
+            shown(bound.share(name, codec), "{:.0%}"),
+            shown(ideal, "{:.0%}"),
             f"{processor:.2f}",
-            _shown(bound.share(name, processor), "{:.0%}"),
+            shown(bound.share(name, processor), "{:.0%}"),
         ]
         rows.append(f"| {named[name]} | {' | '.join(cells)} |")
     return rows
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
 
 
 def _beside(found: Found) -> list[str]:
@@ -248,37 +246,25 @@ def _figures(measured: Found) -> dict[str, float]:
 
 def draw(found: Found, path: Path) -> None:
     """Milliseconds of a step, by method and link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [link for link in found["links"] if link in found["checks"]] or [
+    slow = [link for link in found["links"] if link in found["checks"]] or [
         link for link in found["links"] if link != NO_LINK
     ]
-    figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(6.2 * len(shown), 5), squeeze=False, layout="constrained"
-    )
-    for panel, link in zip(axes[0], shown, strict=True):
-        _panel(panel, found, link)
-    figure.suptitle("One step of DDP training, 1.02 M parameters")
-    figure.savefig(path, dpi=110)
+    columns = len(slow)
+    with report.picture(path, 6.2 * columns, 5, columns=columns) as (figure, (panels,)):
+        for panel, link in zip(panels, slow, strict=True):
+            _panel(panel, found, link)
+        figure.suptitle("One step of DDP training, 1.02 M parameters")
 
 
 def _panel(axes: Any, found: Found, link: str) -> None:
     steps, bound = found["links"][link]["steps"], Bound(found, link)
     names: Sequence[str] = [name for name in steps if name != LOCAL]
-    places = range(len(names))
-    colours = ["#b3123a" if name.startswith(GLOO) else "#1463b0" for name in names]
-    axes.barh(places, [steps[name]["ms"] for name in names], color=colours)
-    ideal = [bound.step(name, bound.codec(name) or 0) for name in names]
-    axes.plot(ideal, places, "k|", markersize=14, label="ideal")
-    axes.axvline(bound.local, color="#777777", linestyle=":", label=LOCAL)
-    for place, name in zip(places, names, strict=True):
-        axes.text(steps[name]["ms"], place, f" {steps[name]['ms']:.1f}", va="center", fontsize=8)
     named = titles(names)
-    axes.set_yticks(places, labels=[named[name] for name in names])
-    axes.invert_yaxis()
+    colours = [report.OTHERS if name.startswith(GLOO) else report.OURS for name in names]
+    ms = [steps[name]["ms"] for name in names]
+    report.bars(axes, [named[name] for name in names], ms, ".1f", colours)
+    ideal = [bound.step(name, bound.codec(name) or 0) for name in names]
+    axes.plot(ideal, range(len(names)), "k|", markersize=14, label="ideal")
+    axes.axvline(bound.local, color=report.NEUTRAL, linestyle=":", label=LOCAL)
     axes.set(xscale="log", xlabel="milliseconds", title=_title(link))
-    axes.margins(x=0.15)
     axes.legend(loc="lower right", fontsize=8)

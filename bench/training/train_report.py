@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.common import machine
-from bench.common.report import times
+from bench.common import machine, report
+from bench.common.report import mean, shown, spread, times
 from bench.training.methods import FIRST, SMALL, Method, legend, titles
 from bench.training.train_runs import MOMENTUM, Result, Run
 
@@ -70,8 +70,7 @@ class Setting:
     def ratio(self, method: str, *, whole: bool = False) -> float | None:
         """Mean over seeds, of the steps with the codec or of the whole run."""
         found = [each.ratio(0 if whole else first_share(each)) for each in self.of(method)]
-        known = [each for each in found if each is not None]
-        return statistics.fmean(known) if known else None
+        return mean(found)
 
 
 def accuracy(result: Result) -> float:
@@ -176,9 +175,9 @@ def _methods_table(setting: Setting) -> Iterator[str]:
         sent = [each.bytes_per_step(first_share(each)) for each in found]
         kilobytes = [each / 1e3 for each in sent if each is not None]
         yield (
-            f"| {named[method]} | {_mean(setting.points(method), 2)} | "
-            f"{_mean(than, 2, sign=True)} | {_mean([loss(each) for each in found], 4)} | "
-            f"{_mean(kilobytes, 1, spread=False)} | {times(setting.ratio(method))} | "
+            f"| {named[method]} | {spread(setting.points(method), 2)} | "
+            f"{spread(than, 2, sign=True)} | {spread([loss(each) for each in found], 4)} | "
+            f"{shown(mean(kilobytes), '{:.1f}')} | {times(setting.ratio(method))} | "
             f"{times(setting.ratio(method, whole=True))} |"
         )
     bits = "yes" if all(r.identical for m in setting.methods for r in setting.of(m)) else "**NO**"
@@ -203,7 +202,7 @@ def _goals_table(compared: list[Setting]) -> Iterator[str]:
         well = bool(than) and -statistics.fmean(than) <= goal.points and (ratio or 0) >= goal.ratio
         yield (
             f"| {_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
-            f"{_mean([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
+            f"{spread([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
             f"{times(ratio)} | {'yes' if well else 'no'} |"
         )
 
@@ -225,8 +224,9 @@ def _controls_table(compared: list[Setting]) -> Iterator[str]:
         losses = setting.differences(method, control, loss)
         points = setting.differences(method, control, accuracy)
         yield (
-            f"| {_codec(method, setting)} | {setting.run.batch} | {_mean(losses, 4, sign=True)} | "
-            f"{sum(each < 0 for each in losses)} of {len(losses)} | {_mean(points, 2, sign=True)} |"
+            f"| {_codec(method, setting)} | {setting.run.batch} | {spread(losses, 4, sign=True)} | "
+            f"{sum(each < 0 for each in losses)} of {len(losses)} | "
+            f"{spread(points, 2, sign=True)} |"
         )
 
 
@@ -243,8 +243,8 @@ def _rates_table(results: Sequence[Result]) -> Iterator[str]:
     for each in found:
         yield (
             f"| {each.run.batch} | {each.run.learning_rate:g} | "
-            f"{_mean([loss(result) for result in each.of(DENSE)], 4)} | "
-            f"{_mean(each.points(DENSE), 2)} |"
+            f"{spread([loss(result) for result in each.of(DENSE)], 4)} | "
+            f"{spread(each.points(DENSE), 2)} |"
         )
 
 
@@ -262,35 +262,14 @@ def _title(setting: Setting) -> str:
     )
 
 
-def _mean(
-    values: Sequence[float | None], digits: int, *, sign: bool = False, spread: bool = True
-) -> str:
-    known = [each for each in values if each is not None]
-    if len(known) < len(values):
-        return "not finite"
-    if not known:
-        return "–"
-    text = f"{statistics.fmean(known):{'+' if sign else ''}.{digits}f}"
-    if spread and len(known) > 1:
-        text += f" ± {statistics.stdev(known):.{digits}f}"
-    return text.replace("-", "−")
-
-
 def draw(compared: Sequence[Setting], path: Path) -> None:
     """Above, accuracy over ratio; below, training loss with feedback and without."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(compared), figsize=(6.4 * len(compared), 9), squeeze=False, layout="constrained"
-    )
-    for column, setting in enumerate(compared):
-        _draw_accuracies(axes[0][column], setting)
-        _draw_losses(axes[1][column], setting)
-        axes[0][column].set_title(f"{setting.run.batch} images a rank, {setting.steps:,} steps")
-    figure.savefig(path, dpi=110)
+    columns = len(compared)
+    with report.picture(path, 6.4 * columns, 9, 2, columns) as (_, axes):
+        for column, setting in enumerate(compared):
+            _draw_accuracies(axes[0][column], setting)
+            _draw_losses(axes[1][column], setting)
+            axes[0][column].set_title(f"{setting.run.batch} images a rank, {setting.steps:,} steps")
 
 
 def _draw_accuracies(axes: Any, setting: Setting) -> None:

@@ -40,9 +40,7 @@ class Row:
     @property
     def accuracies(self) -> str:
         """With the standard deviation."""
-        found = [each.accuracy for each in self.outcomes]
-        spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-        return f"{statistics.fmean(found):.2f}{spread}"
+        return report.spread([each.accuracy for each in self.outcomes], 2)
 
     @property
     def megabytes(self) -> float:
@@ -186,7 +184,7 @@ def savings(rows: Sequence[Row], target: float) -> Iterator[str]:
     base_cost = base.reaches(target) if base else None
     for row in sorted(rows, key=lambda each: each.megabytes):
         cost = row.reaches(target)
-        equal = "–" if base is None else _yes(row.accuracy >= base.accuracy - _EQUAL)
+        equal = "–" if base is None else report.yes(row.accuracy >= base.accuracy - _EQUAL)
         cells = [
             row.accuracies,
             equal,
@@ -209,28 +207,20 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """On the left accuracy over batch by optimizer, on the right over bytes by way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     dense = _dense(rows)
-    for name, title in _NAMES.items():
-        own = sorted(
-            (batch, row.accuracy) for (which, batch), row in dense.items() if which == name
-        )
-        if own:
-            left.plot(*zip(*own, strict=True), "o-", label=title)
-    for panel in (left, right):
-        panel.set(xscale="log", ylabel="test accuracy, %")
-        panel.grid(alpha=0.3)
-    left.set(xlabel="images of all ranks in a batch")
-    if left.lines:
-        left.legend()
-    _draw_ways(right, [each for each in rows if each.run.optimizer == _USUAL])
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with report.picture(path, 13, 6, columns=2) as (_, ((left, right),)):
+        for name, title in _NAMES.items():
+            own = sorted(
+                (batch, row.accuracy) for (which, batch), row in dense.items() if which == name
+            )
+            if own:
+                left.plot(*zip(*own, strict=True), "o-", label=title)
+        for panel in (left, right):
+            panel.set(xscale="log", ylabel="test accuracy, %")
+        left.set(xlabel="images of all ranks in a batch")
+        if left.lines:
+            left.legend()
+        _draw_ways(right, [each for each in rows if each.run.optimizer == _USUAL])
 
 
 def _draw_ways(panel: Any, rows: Sequence[Row]) -> None:
@@ -256,7 +246,3 @@ def _mean_accuracy(outcomes: Sequence[Outcome]) -> float:
 
 def _megabytes(points: Sequence[Point]) -> float:
     return statistics.fmean(each.bytes or 0 for each in points) / 1e6
-
-
-def _yes(true: bool) -> str:
-    return "yes" if true else "no"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import machine, report
-from bench.common.report import times
+from bench.common.report import mean, spread, times
 from bench.training.methods import SMALL
 from bench.training.trials import exchanges
 from bench.training.trials.trial import Outcome, best_rate
@@ -90,11 +90,11 @@ class Row:
 
     def ratio(self, *, whole: bool = False) -> float | None:
         """Mean over seeds."""
-        return _mean_known([each.ratio(whole=whole) for each in self.outcomes])
+        return mean([each.ratio(whole=whole) for each in self.outcomes])
 
     def sent(self, *, whole: bool = False) -> float | None:
         """Bytes per rank: of a step after the first ones, or of the whole run."""
-        return _mean_known([each.bytes if whole else each.sent() for each in self.outcomes])
+        return mean([each.bytes if whole else each.sent() for each in self.outcomes])
 
 
 class Table:
@@ -345,7 +345,7 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
             for table, row in zip(tables, rows, strict=True)
         ]
         seeds = str(max(len(each.outcomes) for each in have))
-        ratios = [_mean_known([e.ratio(whole=whole) for e in have]) for whole in (False, True)]
+        ratios = [mean([e.ratio(whole=whole) for e in have]) for whole in (False, True)]
         yield f"| {have[0].title} | {' | '.join([*cells, seeds, *map(times, ratios)])} |"
 
 
@@ -383,34 +383,12 @@ def percent(row: Row, other: Row | None) -> str:
     return spread(found, 2, sign=True) if found else "–"
 
 
-def spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
-    """Mean and standard deviation."""
-    if not all(map(math.isfinite, values)):
-        return "not finite"
-    text = f"{statistics.fmean(values):{'+' if sign else ''}.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values):.{digits}f}"
-    return text.replace("-", "−")
-
-
 def draw(tables: Sequence[Table], path: Path) -> None:
     """Loss above dense AdamW's, or the first row's without it, over the ratio, by task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1,
-        max(1, len(tables)),
-        figsize=(6.4 * max(1, len(tables)), 6.5),
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel, table in zip(axes[0], tables, strict=False):
-        _draw(panel, table)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    columns = max(1, len(tables))
+    with report.picture(path, 6.4 * columns, 6.5, columns=columns) as (_, (panels,)):
+        for panel, table in zip(panels, tables, strict=False):
+            _draw(panel, table)
 
 
 def _draw(panel: Any, table: Table) -> None:
@@ -422,13 +400,13 @@ def _draw(panel: Any, table: Table) -> None:
             continue
         number += 1
         colour = f"C{list(_NAMES).index(row.optimizer)}"
-        mean = statistics.fmean(found)
+        middle = statistics.fmean(found)
         error = statistics.stdev(found) if len(found) > 1 else 0
         style = "x" if row.is_control else "o"
         label = f"{number}  {row.title}"
-        panel.errorbar(ratio, mean, error, fmt=style, color=colour, capsize=3, label=label)
+        panel.errorbar(ratio, middle, error, fmt=style, color=colour, capsize=3, label=label)
         place = {"xytext": (5, 4), "textcoords": "offset points"}
-        panel.annotate(str(number), (ratio, mean), fontsize=8, **place)
+        panel.annotate(str(number), (ratio, middle), fontsize=8, **place)
     panel.axhline(0, color="#777777", linestyle=":")
     panel.set_yscale("symlog", linthresh=1)
     panel.set(
@@ -439,11 +417,6 @@ def _draw(panel: Any, table: Table) -> None:
     )
     panel.margins(x=0.1, y=0.1)
     panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=7, ncols=2)
-
-
-def _mean_known(values: Sequence[float | None]) -> float | None:
-    known = [each for each in values if each is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _mean_loss(outcomes: Sequence[Outcome]) -> float:
