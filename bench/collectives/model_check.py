@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import secrets
@@ -31,7 +30,6 @@ import numpy as np
 
 from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 from bench.network import links
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -68,7 +66,7 @@ def main() -> int:
         "cases": cases,
         "tunings": tunings,
     }
-    stem = options.output or RESULTS / f"model-{datetime.date.today().isoformat()}"
+    stem = report.stem_of(options.output, "model")
     report.save(stem, found, document(found, stem.name))
     draw(cases, report.beside(stem, ".png"))
     print("\n".join(summary(cases)))

@@ -232,32 +232,26 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def document(found: Mapping[str, Any], name: str) -> str:
     """The md file."""
     rows: list[dict[str, Any]] = found["cases"]
-    lines = [
-        "# Predicted steps and measured ones",
-        "",
+    return report.document(
+        "Predicted steps and measured ones",
         f"{found['date']}; {found['machine']}. `python {found['command']}`.",
-        "",
         f"{summary(rows)}. Computing is the step with a hook that averages nothing, or over shared "
         "memory.",
-        "",
-        *table(rows),
-        "",
+        table(rows),
         f"![predicted over measured]({name}.png)",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The cases as Markdown."""
-    lines = ["| network | links | codec | computing, ms | predicted, ms | measured, ms | error |"]
-    lines.append("|---|---|---|---:|---:|---:|---:|")
-    lines += [
-        f"| {row['network']} | {row['link']} | {Method.parse(row['method']).family} | "
-        f"{row['compute_ms']:.1f} | {row['predicted_ms']:.1f} | {row['measured_ms']:.1f} | "
-        f"{error(row):+.0%} |"
+    cells = (
+        [row["network"], row["link"], Method.parse(row["method"]).family]
+        + [f"{row[f'{what}_ms']:.1f}" for what in ("compute", "predicted", "measured")]
+        + [f"{error(row):+.0%}"]
         for row in rows
-    ]
-    return lines
+    )
+    head = "network | links | codec | computing, ms | predicted, ms | measured, ms | error"
+    return report.table(head, cells, "lll")
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

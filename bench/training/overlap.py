@@ -12,7 +12,6 @@ writes bench/results/overlap-DATE.json and .md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import images, step_times
 from bench.training.step_report import EMPTY_HOOK, GLOO, LOCAL, NO_LINK
@@ -50,10 +48,7 @@ def main() -> int:
         "batch": options.batch,
         "bytes": options.calls[0],
     }
-    stem = options.output or RESULTS / f"overlap-{datetime.date.today().isoformat()}"
-    text = document(found)
-    report.save(stem, found, text)
-    print(text)
+    report.write(options.output, "overlap", found, lambda found, _: document(found))
     return 0
 
 
