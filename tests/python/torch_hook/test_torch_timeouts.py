@@ -43,7 +43,7 @@ def changed() -> float:
     """The timeout of what is made over a group of the backend whose timeout has changed."""
     group = dist.new_group(backend="gradwire", timeout=timedelta(seconds=77))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=55), group)
-    optimizer = OneBitAdam(mlp().named_parameters(), warm_up=1, process_group=group)
+    optimizer = OneBitAdam(mlp().named_parameters(), warm_up=1, ranks=group)
     return float(optimizer.communicator._timeout)
 
 
