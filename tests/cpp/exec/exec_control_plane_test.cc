@@ -27,6 +27,14 @@ TEST_F(Planes, StaleWordsAreNoExcuse) {
   EXPECT_EQ(plane(0).end_of_chain(1).peer, 1);  // a circle: nobody but the neighbour is known
 }
 
+TEST_F(Planes, RankZeroIsAwaitedAsAnyOther) {
+  plane(1).query_positions();
+  poll({2, 3, 1});  // not 0
+  EXPECT_FALSE(plane(1).all_replied());
+  poll({0, 1});
+  EXPECT_TRUE(plane(1).all_replied());
+}
+
 TEST_F(Planes, WhatWasSentBeforeAQueryIsNoAnswerToIt) {
   waits(1, 2);
   waits(2, 3);

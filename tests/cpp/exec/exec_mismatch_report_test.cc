@@ -103,6 +103,14 @@ TEST(MismatchReport, KeepsTheValueThatAnAnswerBrings) {
   EXPECT_EQ(report.value(1, 2), std::nullopt);
 }
 
+TEST(MismatchReport, ARankBeforeItsFirstCallSaysNothingOfCalls) {
+  MismatchReport report(2);
+  report.add(0, frame(0, 1, 10, "a"));
+  report.add(1, frame(0, 2, 20, "b"));
+  EXPECT_EQ(report.value(0xFFFFFFFF, 0), std::nullopt);
+  EXPECT_EQ(report.summary().find("ranks disagree"), std::string::npos);
+}
+
 TEST(MismatchReport, KnowsThatAnEarlierCallDiffered) {
   MismatchReport report(3);
   for (Rank rank : {0, 2}) report.add(rank, frame(100, 1, 10, "a"));

@@ -75,6 +75,38 @@ TEST(Plan, SegmentsBecomeMoreUntilTheLongestFits) {
   EXPECT_THROW(segments(63), ScheduleError);
 }
 
+Binding binding_of(std::uint64_t count, Rank rank = 0) {
+  Binding binding;
+  binding.counts = {count};
+  binding.codec = codec::make_codec("none");
+  binding.max_message = 1 << 20;
+  binding.rank = rank;
+  return binding;
+}
+
+TEST(Plan, EmptyArraysTravelInOneSegment) {
+  const auto schedule = schedule::generate({Collective::kAllReduce, "ring", 2, 0, {}});
+  EXPECT_EQ(Plan(schedule, binding_of(0)).segments(), 1);
+  EXPECT_FALSE(Plan(schedule, binding_of(0)).sends().empty());
+}
+
+TEST(Plan, ASumOfOneRankHasNothingToFinish) {
+  const auto schedule = schedule::generate({Collective::kReduce, "star", 2, 0, {}});
+  Binding binding = binding_of(100);
+  binding.spec.collective = Collective::kReduce;
+  binding.in_tree = true;
+  EXPECT_TRUE(Plan(schedule, binding).finished_here().empty());
+  binding.spec.op = ReduceOp::kAvg;
+  EXPECT_FALSE(Plan(schedule, binding).finished_here().empty());
+}
+
+TEST(Plan, RefusesAnOpThatTheTypeHasNot) {
+  Binding binding = binding_of(100);
+  binding.spec.op = ReduceOp::kBand;
+  EXPECT_THROW(Plan(schedule::generate({Collective::kAllReduce, "ring", 2, 0, {}}), binding),
+               InvalidArgument);
+}
+
 TEST(Plan, NamesTheOpsThatAreDefined) {
   for (const DType dtype : {DType::kFloat32, DType::kInt32, DType::kInt8}) {
     std::string defined;

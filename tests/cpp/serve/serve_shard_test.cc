@@ -406,6 +406,11 @@ TEST(Shard, GoesOnFromASnapshot) {
   Snapshot broken = again;
   broken.slots[1].values.pop_back();
   EXPECT_THROW(Shard{broken}, InvalidArgument);
+  for (const bool more : {false, true}) {
+    broken = again;
+    more ? broken.slots.push_back(broken.slots[1]) : broken.slots.pop_back();
+    EXPECT_THROW(Shard{broken}, InvalidArgument);
+  }
 }
 
 }  // namespace serve_shard_test
