@@ -5,7 +5,7 @@
     comm = gradwire.init()  # ranks as torchrun, mpirun, srun or `gradwire run` started them
     comm.all_reduce(x, op="avg")  # in place; a NumPy, torch or CuPy array, or a list of them
 
-`gradwire.torch.register(ddp_model, codec="fp16")` lets DistributedDataParallel use it.
+`gradwire.torch.register(ddp_model, "fp16")` lets DistributedDataParallel use it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import gradwire
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ def _answers(shape: tuple[int, ...], codec: str, rank: int, where: str) -> tuple
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     number = stops.SIGNALS[rank % 2]
     doing = {"step": -1}
+    gradwire.catch_stops()
 
     def ask(at: str) -> None:
         if (dist.get_rank(), doing["step"], at) == (rank, ASKED_AT, where):
