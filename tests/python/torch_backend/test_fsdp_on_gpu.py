@@ -104,13 +104,12 @@ def stepped(call: Callable[[], None], output: Any, on_gpu: bool) -> Iterator[tor
     yield cpu(output) if on_gpu else output.clone()
 
 
-def train(
-    on_gpu: bool, codec: str, replicas: bool, feedback: bool | None = None
-) -> list[torch.Tensor]:
-    module, world = sharded_module(), dist.group.WORLD
+def state_of(
+    module: ShardedModule, codec: str, on_gpu: bool, replicas: bool, feedback: bool | None = None
+) -> FSDPState:
     alone = [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
-    state = FSDPState(
-        communicator_of(world),
+    return FSDPState(
+        communicator_of(dist.group.WORLD),
         Compression(codec, min_elements=0, feedback=feedback),
         module.shards,
         simulated.DEVICE if on_gpu else torch.device("cpu"),
@@ -120,6 +119,11 @@ def train(
         optimizer=None,
         owned=[],
     )
+
+
+def train(on_gpu: bool, replicas: bool, **options: Any) -> list[torch.Tensor]:
+    module = sharded_module()
+    state = state_of(module, on_gpu=on_gpu, replicas=replicas, **options)
     found = list((reduce if replicas else scatter)(module, state, on_gpu))
     saved = state.state_dict()["feedback"]
     state.close()
@@ -152,6 +156,21 @@ def compare(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_reductions_and_residuals_have_the_bits_of_the_cpu(case: str) -> None:
     torch_ranks.run(RANKS, compare, case)
+
+
+def begin_without_parts() -> None:
+    simulated.install()
+    simulated.compute()
+    module = sharded_module()
+    state = state_of(module, "onebit", on_gpu=True, replicas=True)
+    with simulated.on_stream(simulated.Stream()):
+        within_backward(state._steps.begin)
+    assert (state.steps, state.error) == (1, None)
+    state.close()
+
+
+def test_a_rank_without_a_part_of_any_parameter_ends_its_steps() -> None:
+    torch_ranks.run(RANKS, begin_without_parts)
 
 
 def gathered(communicator: Communicator, codec: str, on_gpu: bool) -> torch.Tensor:

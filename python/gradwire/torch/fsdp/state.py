@@ -64,9 +64,8 @@ class FSDPState(HookState):
     ) -> None:
         """Takes the options of `register_fsdp`; `shard_group` is None for a model without replicas.
 
-        Gradients are on `device`.
-
-        `owned` are the communicators that `close` closes too. Raises InvalidArgument.
+        Gradients are on `device`. `owned` are the communicators that `close` closes too. Raises
+        InvalidArgument.
         """
         self.communicator, self.codec = communicator, compression.codec
         self._rules = compression.table
@@ -193,10 +192,8 @@ class ShardSteps(HookSteps):
     ) -> None:
         """`votes` make all ranks end a step alike; `owned` are the communicators to close.
 
-        Gradients are on `device`.
-
-        `passes` is how often a gradient's bytes travel in a ring: twice in an all_reduce, and once
-        in a reduce_scatter.
+        Gradients are on `device`. `passes` is how often a gradient's bytes travel in a ring: twice
+        in an all_reduce, and once in a reduce_scatter.
         """
         super().__init__(Exchange(communicator, state, algorithm), passes)
         self._votes, self._owned, self.device = votes, owned, device
@@ -210,8 +207,6 @@ class ShardSteps(HookSteps):
         """Makes a bucket's calls by `run`, which returns their results."""
         self.begin()
         before = self.communicator.traffic
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self.device)
         for call in self.exchange.residuals.calls(bucket):
             for result in run(call):
                 self._finite.append(torch.isfinite(result).all())
@@ -241,6 +236,8 @@ class ShardSteps(HookSteps):
         Raises InvalidArgument where it could not tell when the step ends.
         """
         self._require_usable()
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         task = torch._C._current_graph_task_id()
         if self.exchange.is_open and task == self._task:
             return
@@ -264,7 +261,7 @@ class ShardSteps(HookSteps):
         residuals, on_gpu = self.exchange.residuals, self.device.type == "cuda"
         if residuals.feedback is None or not residuals.is_counted:
             return on_gpu or all(map(bool, self._finite))
-        own = self._finite or [torch.ones((), dtype=torch.bool, device=self.device)]
+        own = self._finite or [self._yes()]  # a rank may have no part of any parameter
         flag = torch.stack(own).all().to(torch.uint8).view(1)
         for vote in self._votes:
             vote(flag)
@@ -275,6 +272,9 @@ class ShardSteps(HookSteps):
         feedback, stream = residuals.feedback, self._stream.cuda_stream
         feedback._require_finite(probe.data_ptr(), probe.numel(), probe, stream)
         return True
+
+    def _yes(self) -> torch.Tensor:
+        return torch.ones((), dtype=torch.bool, device="cpu").to(device=self.device)
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, Exception):
