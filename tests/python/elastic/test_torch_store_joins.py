@@ -9,7 +9,7 @@ from typing import Any
 
 import gradwire
 import pytest
-from agent import agent, agents_store
+from agent import agent, agents_store, rank_of_agent
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import Communicator
 from gradwire._base.deadline import Deadline
@@ -33,17 +33,8 @@ def test_a_process_joins_by_torchs_store(monkeypatch: pytest.MonkeyPatch) -> Non
             return state
 
     def member(rank: int, port: int) -> Any:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "run",
-            "TORCHELASTIC_RESTART_COUNT": str(3 * rank),
-        }
+        os.environ |= rank_of_agent(rank, port)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 * rank)
         del os.environ["GRADWIRE_STORE"], os.environ["GRADWIRE_JOB"]
         return body(gradwire.init(secret=SECRET, timeout=30))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradwire
 import pytest
-from agent import agents_store
+from agent import agents_store, rank_of_agent
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
@@ -196,21 +196,8 @@ def test_an_answer_is_for_one_question() -> None:
 # The join listener
 
 
-def torchrun(rank: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "run",
-    }
-
-
 def enter_torchrun(rank: int, port: int) -> None:
-    os.environ |= torchrun(rank, port)
+    os.environ |= rank_of_agent(rank, port)
     for name in ("GRADWIRE_STORE", "GRADWIRE_JOB"):
         os.environ.pop(name, None)
 

@@ -26,6 +26,20 @@ def agent() -> Iterator[tuple[int, int]]:
         process.close()
 
 
+def rank_of_agent(rank: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives to one of two ranks."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "run",
+    }
+
+
 def _serve(pipe: Connection) -> None:
     from torch.distributed import TCPStore
 
