@@ -147,8 +147,7 @@ def test_a_request_to_the_store_that_was_changed_is_never_obeyed(
     honest = _client(server.address.port)
     with contextlib.closing(_client(impostor.port)) as client:
         client.set("weights", b"\0" * 1000)
-        eventually(lambda: impostor.middles)  # whose thread may pass bytes on before it is there
-        impostor.middles[0].arm(attack)
+        impostor.middles.get(timeout=LIMIT).arm(attack)
 
         def write_often() -> None:
             for _ in range(3):
@@ -245,7 +244,7 @@ def test_a_replica_whose_words_were_changed_is_ended_by_its_name_alone(
 ) -> None:
     made, impostor = coordinator
     with _replica(made.address.port, "honest"), _replica(impostor.port, "between") as replica:
-        impostor.middles[0].arm(attack)
+        impostor.middles.get(timeout=LIMIT).arm(attack)
 
         def has_ended() -> bool:
             with contextlib.suppress(OSError):

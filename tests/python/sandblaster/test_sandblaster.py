@@ -117,10 +117,16 @@ def test_an_end_after_an_error_is_one_for_replicas(team: Team) -> None:
         eventually(lambda: len(other._lead._coordinator._peers) == 2)  # the other one is in, too
         raise ValueError("no such sample")
 
+    def waiting(parameters: Any, portion: int) -> tuple[float, Any]:
+        failed.wait(30)  # or it would compute the failing one's portions as well
+        return blocks(parameters, portion)
+
+    failed = threading.Event()
     team.replica(function=failing, replica="odd")
-    patient = team.replica()
+    patient = team.replica(function=waiting)
     with pytest.raises(InvalidArgument, match="no such sample"):
         other.step()
+    failed.set()
     other.close()
     patient.join()
     assert isinstance(patient.error, TransportError)

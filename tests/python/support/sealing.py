@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import selectors
 import socket
 import threading
@@ -132,7 +133,7 @@ class Impostor:
         self._server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.middles: list[Middle] = []
+        self.middles: queue.SimpleQueue[Middle] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -140,7 +141,7 @@ class Impostor:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                self.middles.append(Middle(client, socket.create_connection(self._server)))
+                self.middles.put(Middle(client, socket.create_connection(self._server)))
 
     def close(self) -> None:
         """Accepts no more."""
