@@ -1,11 +1,13 @@
 """Steps that an elastic job loses to a joiner that proves itself and then says nothing.
 
-    python -m bench.network.silent_joiners [--seconds 200] [--turns 2] [--ranks 3]
+    python -m bench.network.silent_joiners [--seconds 10] [--pairs 20] [--ranks 3]
 
 The joiner knows the job's secret. A *silent* one says nothing once it has proved that; one that has
 *asked* to join falls silent when the ranks let it in, which costs them 5 s. Each comes again as
-soon as it is sent away. Jobs take turns: with no joiner, and with each of the two. The bound is 5 %
-of the steps; 5 s are more than that where a turn takes less than 100 s.
+soon as it is sent away. In one job periods without a joiner and with one take turns, so that both
+have the same processes on the same cores: separate jobs of three ranks on two cores differ by 20 %.
+The bound is 5 % of the steps. One that has asked reaches it after 100 s at the soonest, and comes
+less often each time: `--joiner asked --seconds 400 --pairs 1`.
 """
 
 from __future__ import annotations
@@ -18,55 +20,51 @@ import statistics
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 from bench.common import job, machine
 
-_JOINERS = ("none", "silent", "asked")
+_JOINERS = ("silent", "asked")
 _BOUND = 0.05
 _REACH_SECONDS = 5.0  # in which the join listener answers
+_START_SECONDS = 5.0  # in which the ranks start
 
 
 def main() -> int:
     """Measures, and prints a table; the status is 1 beyond the bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", default=200.0, type=float, help="of each turn")
-    parser.add_argument("--turns", default=2, type=int, help="with each kind of joiner")
+    parser.add_argument("--seconds", default=10.0, type=float, help="of each period")
+    parser.add_argument("--pairs", default=20, type=int, help="periods without and with a joiner")
     parser.add_argument("--ranks", default=3, type=int)
-    parser.add_argument("--joiners", nargs="+", default=_JOINERS[1:], choices=_JOINERS[1:])
+    parser.add_argument("--joiner", default=_JOINERS[0], choices=_JOINERS)
+    parser.add_argument("--begin", default=0.0, type=float, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.meet:
-        _run_rank(asked.meet, asked.seconds)
+        _run_rank(asked)
         return 0
-    print(f"{machine.describe()}; {asked.ranks} ranks, medians of {asked.turns} turns\n")
-    return _print_table(_take_turns(asked))
+    print(f"{machine.describe()}; {asked.ranks} ranks, {asked.pairs} pairs of {asked.seconds:g} s")
+    found, visits = _measure(asked)
+    resizing = sum(found["resizing"][1::2])
+    print(
+        f"resizes in the periods with a joiner: {resizing:.1f} of {asked.pairs * asked.seconds:g} s"
+    )
+    return _print_loss([each / asked.seconds for each in found["steps"]], visits)
 
 
-def _take_turns(asked: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    kinds = (_JOINERS[0], *asked.joiners)
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for turn in range(asked.turns):
-        for kind in kinds[:: -1 if turn % 2 else 1]:
-            found[kind].append(_one_turn(kind, asked.ranks, asked.seconds))
-    return found
+def _print_loss(rates: list[float], visits: int) -> int:
+    without, with_joiner = rates[::2], rates[1::2]
+    pairs = sorted(1 - b / a for a, b in zip(without, with_joiner, strict=True))
+    lost = 1 - sum(with_joiner) / sum(without)
+    print(f"steps a second: {statistics.mean(without):.0f} without a joiner, ", end="")
+    print(f"{statistics.mean(with_joiner):.0f} with one, which came {visits} times")
+    print(f"lost: {lost:.1%}; of the pairs {pairs[0]:.1%} to {pairs[-1]:.1%}, ", end="")
+    print(f"median {statistics.median(pairs):.1%}")
+    return int(lost > _BOUND)
 
 
-def _print_table(found: dict[str, list[dict[str, float]]]) -> int:
-    rates = {
-        kind: statistics.median(each["rate"] for each in turns) for kind, turns in found.items()
-    }
-    print("| joiner | steps a second | lost, % | visits |")
-    print("|---|---:|---:|---:|")
-    lost = {kind: 1 - rate / rates[_JOINERS[0]] for kind, rate in rates.items()}
-    for kind, turns in found.items():
-        visits = sum(each["visits"] for each in turns)
-        print(f"| {kind} | {rates[kind]:.1f} | {100 * lost[kind]:.1f} | {visits:.0f} |", flush=True)
-    return int(max(lost.values()) > _BOUND)
-
-
-def _one_turn(kind: str, ranks: int, seconds: float) -> dict[str, float]:
-    """Runs a job for so many seconds, and a joiner of this kind beside it."""
+def _measure(asked: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
+    """Runs a job; returns what rank 0 wrote, and how often the joiner came."""
     from gradwire._bootstrap.launch_info import DEFAULT_JOB
     from gradwire._bootstrap.store import parse_address
     from gradwire._bootstrap.store_server import StoreServer
@@ -76,38 +74,47 @@ def _one_turn(kind: str, ranks: int, seconds: float) -> dict[str, float]:
         "GRADWIRE_SECRET": secret.decode(),
         "GRADWIRE_STORE": f"unix://{secrets.token_hex(8)}",
     }
+    asked.begin = time.monotonic() + _START_SECONDS  # the clock of all processes of a host
     ends, visits = threading.Event(), [0]
-    joiner = threading.Thread(target=_come_again, args=(kind, setting, ends, visits))
-    if kind != _JOINERS[0]:
-        joiner.start()
+    joiner = threading.Thread(target=_come_again, args=(asked, setting, ends, visits))
+    joiner.start()
+    arguments = [f"--{name}={getattr(asked, name)}" for name in ("seconds", "pairs", "begin")]
     try:
-        arguments = ["--seconds", str(seconds)]
         with StoreServer(parse_address(setting["GRADWIRE_STORE"]), DEFAULT_JOB, secret):
-            found: dict[str, Any] = job.run(
-                "bench.network.silent_joiners", arguments, ranks, setting
-            )
+            found = job.run("bench.network.silent_joiners", arguments, asked.ranks, setting)
     finally:
         ends.set()
-        if joiner.ident is not None:
-            joiner.join()
-    if kind != _JOINERS[0] and not visits[0]:
+        joiner.join()
+    if not visits[0]:
         raise RuntimeError("the joiner was never let in to ask")
-    return {"rate": found["rate"], "visits": float(visits[0])}
+    return found, visits[0]
+
+
+def _period(asked: argparse.Namespace) -> int:
+    """The number of the period that is now; negative before the first."""
+    return int((time.monotonic() - asked.begin) // asked.seconds)
 
 
 def _come_again(
-    kind: str, setting: dict[str, str], ends: threading.Event, visits: list[int]
+    asked: argparse.Namespace, setting: dict[str, str], ends: threading.Event, visits: list[int]
 ) -> None:
     from gradwire import Error
     from gradwire._bootstrap.join_listener import JOIN_REQUEST
 
-    while not ends.is_set():
-        with contextlib.suppress(Error, OSError):
-            _visit(setting, JOIN_REQUEST if kind == "asked" else b"", ends, visits)
-        ends.wait(0.05)  # as join() does
+    def over() -> bool:
+        period = _period(asked)
+        return ends.is_set() or period < 0 or period % 2 == 0
+
+    said = JOIN_REQUEST if asked.joiner == "asked" else b""
+    while not ends.wait(0.05):  # as join() does
+        if not over():
+            with contextlib.suppress(Error, OSError):
+                _visit(setting, said, over, visits)
 
 
-def _visit(setting: dict[str, str], said: bytes, ends: threading.Event, visits: list[int]) -> None:
+def _visit(
+    setting: dict[str, str], said: bytes, over: Callable[[], bool], visits: list[int]
+) -> None:
     """Proves itself at the listener, says this, and stays until it is sent away."""
     from gradwire._base.deadline import Deadline
     from gradwire._bootstrap.connect import open_socket
@@ -127,27 +134,33 @@ def _visit(setting: dict[str, str], said: bytes, ends: threading.Event, visits: 
         sock.sendall(said)
         visits[0] += 1
         sock.settimeout(0.1)
-        while not ends.is_set():
+        while not over():
             with contextlib.suppress(TimeoutError):
                 if not sock.recv(1 << 16):
                     return
 
 
-def _run_rank(meet: str, seconds: float) -> None:
-    """Steps until rank 0's time is over; rank 0 writes how many there were a second."""
+def _run_rank(asked: argparse.Namespace) -> None:
+    """Steps until the last period is over; rank 0 writes steps and seconds in resizes of each."""
     import gradwire
     import numpy as np
 
     comm = gradwire.init(timeout=120.0, elastic=True)
-    x, steps, began = np.zeros(1000, np.float32), 0, time.monotonic()
+    x, steps = np.zeros(1000, np.float32), [0] * (2 * asked.pairs)
+    resizing = [0.0] * len(steps)
     while not x[0]:
-        x[:] = float(comm.rank == 0 and time.monotonic() > began + seconds)
+        period = _period(asked)
+        if 0 <= period < len(steps):
+            steps[period] += 1
+        x[:] = float(comm.rank == 0 and period >= len(steps))
         comm.all_reduce(x, out=x)
-        steps += 1
         if comm.should_resize():
+            began = time.monotonic()
             comm = comm.resize()
+            if 0 <= period < len(steps):
+                resizing[period] += time.monotonic() - began
     if comm.rank == 0:
-        job.write(meet, {"rate": steps / (time.monotonic() - began)})
+        job.write(asked.meet, {"steps": steps, "resizing": resizing})
     comm.close()
 
 

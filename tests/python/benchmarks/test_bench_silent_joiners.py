@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,21 +26,22 @@ def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_jobs_take_turns_with_each_joiner(bare_environment: None) -> None:
-    ended = run("--seconds", "1", "--turns", "1", limit=LIMIT)  # too short for its bound
-    rows = [line.split(" | ")[0] for line in ended.stdout.splitlines()]
-    assert rows[-3:] == ["| none", "| silent", "| asked"], ended.stdout + ended.stderr
+def test_a_joiner_comes_in_every_other_period(bare_environment: None) -> None:
+    ended = run("--seconds", "1", "--pairs", "1", limit=LIMIT)
+    found = re.search(r"(\d+) without a joiner, (\d+) with one, which came (\d+)", ended.stdout)
+    assert found, ended.stdout + ended.stderr
+    assert all(int(each) > 0 for each in found.groups())
 
 
-@pytest.mark.parametrize(("silent", "status"), [(96.0, 0), (94.0, 1)])
-def test_the_status_says_whether_steps_are_lost(silent: float, status: int) -> None:
-    rates = {"none": 100.0, "silent": silent}
-    found = {kind: [{"rate": rate, "visits": 1.0}] for kind, rate in rates.items()}
-    assert silent_joiners._print_table(found) == status
+@pytest.mark.parametrize(("with_joiner", "status"), [(96.0, 0), (94.0, 1)])
+def test_the_status_says_whether_steps_are_lost(with_joiner: float, status: int) -> None:
+    rates = [110.0, with_joiner + 10, 90.0, with_joiner - 10]
+    assert silent_joiners._print_loss(rates, 1) == status
 
 
 @pytest.mark.nightly
-def test_steps_lose_a_twentieth_at_most(bare_environment: None) -> None:
-    ended = run(limit=1800)
+@pytest.mark.parametrize("options", [[], ["--joiner=asked", "--seconds=400", "--pairs=1"]])
+def test_steps_lose_a_twentieth_at_most(options: list[str], bare_environment: None) -> None:
+    ended = run(*options, limit=1800)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
