@@ -140,7 +140,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._is_one_round: bool | None = None  # of a barrier; None: not decided
+        self._barrier = ""  # its algorithm; empty: not chosen yet
         self._track = session.track(core, _traced_rank(mesh), self)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
@@ -207,11 +207,9 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
 
         Errors call it all_gather or all_reduce, of no elements, which implement it.
         """
-        if self._is_one_round is None:
-            self._is_one_round = barriers.is_one_round(self.cost_model._core, self._hosts)
-        name, algorithm, given = barriers.call_of(
-            self._calls.nothing, self._place, one_round=self._is_one_round
-        )
+        if not self._barrier:
+            self._barrier = barriers.algorithm_of(self.cost_model._core, self._hosts)
+        name, algorithm, given = barriers.call_of(self._calls.nothing, self._place, self._barrier)
         return self._call(name, given, Options(algorithm, None, async_op, timeout))
 
     def send(
@@ -585,7 +583,7 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         """Drops cached calls and the choice of barrier, which depend on the cost model."""
         self._calls.clear_cache()
         self._call_cache = self._calls.call_cache  # for fast_path_method
-        self._is_one_round = None
+        self._barrier = ""
         self._butterflies = Butterfly(self._hosts)
 
     def _seconds(self, timeout: float | None) -> float:

@@ -16,8 +16,8 @@ constexpr std::size_t kFewMessages = 4096;  // of a schedule for which segments 
 // The most messages times segments of one simulation, of any schedule and of a tree. The time of
 // further segments is extrapolated.
 constexpr double kMostFrames = 8192, kMostFramesOfTree = 1 << 19;
-// All inputs may go to all ranks for arrays of at most so many bytes, and at most so many ranks.
-constexpr double kMostGathered = 16 * 1024;
+// All inputs may go to all ranks, or to one, for arrays of at most so many bytes.
+constexpr double kFewBytes = 16 * 1024;
 constexpr int kMostGatherers = 16;
 
 std::vector<int> host_of(const Question& question) {
@@ -27,11 +27,13 @@ std::vector<int> host_of(const Question& question) {
   return hosts;
 }
 
-// The root of a star has most of the work, and takes up to twice the predicted time where ranks
-// share cores. In no measurement with more than two ranks was a star the fastest.
+// Where ranks share cores, a star of few bytes needs the fewest switches between them. Of more bytes
+// its root has most of the work, and takes up to twice the predicted time.
 bool is_candidate(const Question& question, std::string_view name) {
   if (question.collective != Collective::kAllReduce) return true;
-  return name == "recursive_doubling" ? !question.codec : name != "star" || question.ranks == 2;
+  if (name == "recursive_doubling") return !question.codec;
+  const bool few = question.bytes <= kFewBytes && question.hosts.size() <= 1;
+  return name != "star" || question.ranks == 2 || few;
 }
 
 std::vector<std::string> candidates(const Question& question) {
@@ -197,7 +199,7 @@ Choice best_of_catalogue(const CostModel& model, const Question& question) {
 
 bool may_gather(const Question& question) {
   return question.collective == Collective::kAllReduce && !question.codec && question.ranks > 2 &&
-         question.ranks <= kMostGatherers && question.bytes <= kMostGathered;
+         question.ranks <= kMostGatherers && question.bytes <= kFewBytes;
 }
 
 Choice best_gathered(const CostModel& model, const Question& question) {
