@@ -10,40 +10,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire import _core, _model
 from gradwire._arrays.buffers import Buffers, Place
-from gradwire._arrays.operands import device_of, on_cpu, writable, written
+from gradwire._arrays.operands import device_of
 from gradwire._base import arguments, stops
-from gradwire._base.arguments import flag, seconds, whole
+from gradwire._base.arguments import seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.groups import split as _split
-from gradwire._bootstrap.join_listener import JoinListener
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.resize import (
-    Resize,
-    ResizeOptions,
-    has_room,
-    open_listener,
-    require_secret_to_join,
-    resize_options,
-)
-from gradwire._bootstrap.shrink import Agreement
-from gradwire._bootstrap.survivor_links import SurvivorLinks
 from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
 from gradwire._calls.butterfly import Butterfly
 from gradwire._calls.collectives import ArrayCollectives
+from gradwire._calls.messages import Messages
 from gradwire._calls.mpi_names import MpiNames
 from gradwire._calls.objects import ObjectCollectives
 from gradwire._calls.on_cpu import CpuCalls
 from gradwire._calls.on_gpu import call_on_gpu
 from gradwire._calls.options import Options
 from gradwire._calls.variable import VariableCollectives
-from gradwire._calls.work import Work
-from gradwire._errors import Error, InvalidArgument
+from gradwire._errors import InvalidArgument
 from gradwire._launch import at_exit
 from gradwire._model import CostModel
+from gradwire._regrouping import Regrouping
 from gradwire._schedules.schedule import BUTTERFLY, OF_LARGE
 from gradwire._trace import session
 from gradwire._trace.track import TracedRank
@@ -67,7 +57,9 @@ class Traffic(NamedTuple):
     decode_seconds: float = 0.0
 
 
-class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, MpiNames):
+class Communicator(
+    ArrayCollectives, ObjectCollectives, VariableCollectives, Messages, Regrouping, MpiNames
+):
     """One rank's end of a group of ranks. Made by `gradwire.init`, `gradwire.spawn` or `split`.
 
     Every rank makes the same calls in the same order, from any thread, with the same options,
@@ -145,8 +137,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
-        self._listener: JoinListener | None = None
-        self._accepts_joins = False
         self._making_gpu, self._opening_listener = threading.Lock(), threading.Lock()
         at_exit.track(self)
 
@@ -159,20 +149,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
     def size(self) -> int:
         """The number of ranks."""
         return self._place.size
-
-    @property
-    def epoch(self) -> int:
-        """The number of changes of ranks so far: one more after each `resize` and `shrink`."""
-        return self._mesh.membership.epoch
-
-    @property
-    def joined(self) -> int:
-        """The number of ranks, the last ones, that joined at this epoch.
-
-        A rank that joined earlier has the state only if the others could give it before they
-        failed, which the program must remember.
-        """
-        return self._mesh.membership.joined
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -211,40 +187,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
             self._barrier = barriers.algorithm_of(self.cost_model._core, self._hosts)
         name, algorithm, given = barriers.call_of(self._calls.nothing, self._place, self._barrier)
         return self._call(name, given, Options(algorithm, None, async_op, timeout))
-
-    def send(
-        self, x: Any, dst: int, *, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
-        """Sends one array, of any type, to a rank that receives as many bytes.
-
-        Messages between two ranks arrive in the order they were sent, independently of collectives.
-        The call may return before the message is received. A message to this rank itself is copied,
-        and the call returns at once.
-        """
-        flag(async_op, "async_op")
-        limit = self._seconds(timeout)
-        message = on_cpu(x, "send")
-        core = self._core.send(message.address, message.nbytes, self._rank(dst, "dst"), limit, x)
-        work = Work(self._core, core, "send", lambda: None)
-        return work if async_op else work.wait()
-
-    def recv(
-        self,
-        x: Any,
-        src: int | None = None,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
-    ) -> Any:
-        """Receives into an array from a rank, or from whichever sends first; returns the rank."""
-        flag(async_op, "async_op")
-        limit = self._seconds(timeout)
-        (message,) = writable([on_cpu(x, "recv")])
-        written([message])
-        source = -1 if src is None else self._rank(src, "src")
-        core = self._core.receive(message.address, message.nbytes, source, limit, x)
-        work = Work(self._core, core, "recv", core.source)
-        return work if async_op else work.wait()
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color; every rank calls it.
@@ -316,41 +258,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         """
         self._core.request_stop()
 
-    def accept_joins(self) -> None:
-        """Lets processes ask to join by `gradwire.join` from now on; every rank calls it.
-
-        ``init(elastic=True)``, `join` and `resize` have done so. Rank 0 listens, and writes into
-        the launcher's store where; a store that is not there any more it serves itself, at the same
-        address. If that is not possible, a warning says why. Processes of a job can join one
-        communicator at a time, the last one that accepts them: not several, or splits. Raises
-        RendezvousError under torchrun without a GRADWIRE_SECRET.
-        """
-        require_secret_to_join(self._mesh)
-        self._accepts_joins = True
-        if self.rank == 0 and not self.closed:
-            with self._opening_listener:
-                if self._listener is None:
-                    self._use_listener(open_listener(self._mesh))
-
-    def should_resize(self) -> bool:
-        """Whether a process wants to join; the same on all ranks that have made the same calls.
-
-        All ranks then call `resize`, at the same place. The frames of all_reduce, reduce_scatter,
-        all_gather and barrier carry it, as they do for `should_stop`: this is true on all ranks
-        once somebody had asked before rank 0 began one of these calls. Nothing is sent. It waits
-        for calls that are under way, and stays true. Raises the communicator's failure, and
-        InvalidArgument before `accept_joins`.
-        """
-        if not self._accepts_joins:
-            raise InvalidArgument(
-                f"rank {self.rank}: no process can ask to join this communicator: call "
-                "accept_joins() on all ranks first, or init(elastic=True)"
-            )
-        found = self._core.should_resize()
-        if self._gpu is not None:
-            found = self._gpu.should_resize() or found
-        return found
-
     def abort(self, reason: object = "abort() was called") -> None:
         """Ends every call, here and on all ranks, with Aborted. May be called from any thread.
 
@@ -361,110 +268,6 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
         self._core.abort(text)
         if self._gpu is not None:
             self._gpu.abort(text)
-
-    def shrink(self, timeout: float | None = None) -> Communicator:
-        """Makes a communicator of the ranks that survived the failure of this one.
-
-        Every survivor calls it after this communicator raised TransportError, Timeout, Aborted or
-        InvalidArgument there, or was aborted; with a working one it raises InvalidArgument. The
-        ranks keep their order, and meet over the connections that they have: no store is needed,
-        and rank 0 may be the one that died. Calls in flight have ended, their arrays are undefined,
-        and this communicator is closed.
-
-        A rank that has not called it within `timeout` seconds (the communicator's if None), for
-        example because it is stopped, is left out, and raises TransportError when it does call. A
-        rank that dies meanwhile is left out too, or makes the new communicator fail, which can be
-        shrunk in turn. Raises RendezvousError when the survivors cannot connect to each other.
-
-        However few survive, they go on: when the network between hosts is cut, each part does, by
-        itself. Compare ``size`` with that before, or call `resize`, which wants a majority.
-        """
-        return self._regroup(self._seconds(timeout), None)
-
-    def resize(
-        self,
-        *,
-        store: str | None = None,
-        wait: float = 0.0,
-        min_ranks: int | None = None,
-        timeout: float | None = None,
-    ) -> Communicator:
-        """Makes the next communicator: the ranks that live, in their order, then those that join.
-
-        Every rank calls it, where `should_resize` has told all of them to, or where they agree to
-        for another reason; or every survivor, after this communicator failed. Its earlier calls are
-        over, and it is closed. Processes that ask to join (`gradwire.join`) are let in; `joined` of
-        the new communicator says how many they are.
-
-        A majority of this communicator's ranks must live, or half of them with rank 0: after a
-        partition of the network one part goes on. With `min_ranks` so many are enough, and each
-        part that has them goes on; with fewer it waits up to `wait` seconds for more to join.
-        ``gradwire run --min`` gives it, too (GRADWIRE_MIN_RANKS). `store` is the address of the
-        store in which those who join look for the listener, from now on:
-        ``tcp://HOST:PORT``, ``unix://NAME``, or ``torch://HOST:PORT`` for a TCPStore of torch's.
-        Give one when the host of the old one is gone. All ranks pass the same. `timeout` and
-        failures meanwhile are as in `shrink`: members that die, and processes that die while they
-        join, are not in the new communicator, or make it fail, which can be resized in turn.
-
-        Raises RendezvousError on each rank of a minority, and on all ranks when they are fewer than
-        `min_ranks` after the wait.
-        """
-        limit = self._seconds(timeout)
-        options = resize_options(self._mesh, store, wait, min_ranks)
-        options.listener, self._listener = self._listener, None
-        try:
-            if store is not None and options.listener is not None:
-                options.listener.announce(store)
-            self._leave(limit)
-            made = self._regroup(limit, options)
-        except BaseException:
-            if options.listener is not None:
-                options.listener.close()
-            raise
-        made._accepts_joins = True
-        if options.listener is not None:
-            made._use_listener(options.listener)
-        return made
-
-    def _leave(self, timeout: float) -> None:
-        """Ends this communicator, if it lives: once all ranks are over with their last calls."""
-        try:
-            if self._gpu is not None:
-                self._gpu.close(timeout, failed=self.closed)
-            if not self.closed:
-                # A rank that is through it knows that the others are over with all calls before.
-                self.barrier(timeout=timeout)
-        except Error:
-            pass  # a rank died now, or was through the barrier, and has ended this before
-        self._core.abort(f"rank {self.rank} resizes")
-
-    def _regroup(self, timeout: float, options: ResizeOptions | None) -> Communicator:
-        def make(mesh: Mesh, connect_timeout: float) -> Communicator:
-            mesh.model = self._mesh.model
-            return from_mesh(mesh, timeout=self._timeout, connect_timeout=connect_timeout)
-
-        links = SurvivorLinks(self._core.release_controls(), self.size)
-        self._calls.finish_dropped()
-        self._track.release()
-        stops.release(self)
-        self._close_listener()
-        if options is not None:
-            return Resize(self._mesh, links, make, options, timeout).run()
-        return Agreement(self._mesh, links, make, self._mesh.transports, timeout).run()
-
-    def _use_listener(self, listener: JoinListener) -> None:
-        """Has the listener request a resize when a process asks to join and there is room."""
-        if self.rank != 0:  # it was the lowest of a view that the others did not agree on
-            listener.close()
-            return
-        self._listener = listener
-        request = self._core.request_resize if has_room(self._mesh) else lambda: None
-        listener.serve(self._mesh, request)
-
-    def _close_listener(self, *, over: bool = False) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close(over=over)
 
     def close(self, timeout: float | None = None) -> None:
         """Finishes calls in flight, says goodbye and releases everything; later calls raise.
@@ -497,9 +300,14 @@ class Communicator(ArrayCollectives, ObjectCollectives, VariableCollectives, Mpi
                 self._core.close(timeout, self._timeout if settle is None else settle, alone)
             self._close_listener(over=lives)
         finally:
-            self._close_listener()
-            self._calls.finish_dropped()
-            self._track.release()
+            self._release()
+
+    def _release(self) -> None:
+        """Ends what goes beside the core: the watch for signals, the listener and the trace."""
+        stops.release(self)
+        self._close_listener()
+        self._calls.finish_dropped()
+        self._track.release()
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # None if __init__ failed early

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from gradwire import _core
 from gradwire._arrays.buffers import Buffers, Place
 from gradwire._calls.options import Options
 
@@ -11,6 +12,7 @@ from gradwire._calls.options import Options
 class CommunicatorLike(Protocol):
     """The part of the communicator that its methods in other files call."""
 
+    _core: _core.Communicator
     _place: Place
 
     @property

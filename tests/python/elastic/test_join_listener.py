@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from census import held
 from elastic_job import SECRET, elastic_job
-from gradwire import Communicator, _communicator
+from gradwire import Communicator, _regrouping
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import join_listener, joining
 from gradwire._bootstrap.join_listener import ListenerEntry, entry_key
@@ -71,7 +71,7 @@ def test_threads_open_one_listener_together(monkeypatch: pytest.MonkeyPatch) -> 
         opened.append(open_listener(mesh))
         return opened[-1]
 
-    monkeypatch.setattr(_communicator, "open_listener", opens)
+    monkeypatch.setattr(_regrouping, "open_listener", opens)
     with gradwire.init(rank=0, size=1) as comm, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: comm.accept_joins(), range(2))) == [None, None]
         assert opened == [comm._listener]

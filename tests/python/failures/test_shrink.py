@@ -26,8 +26,8 @@ from gradwire import (
     RendezvousError,
     Timeout,
     TransportError,
-    _communicator,
     _core,
+    _regrouping,
 )
 from gradwire._bootstrap import connect as _connect
 from gradwire._bootstrap import shrink
@@ -220,10 +220,12 @@ def test_a_rank_that_is_stopped_while_the_links_are_made_is_left_out(
 ) -> None:
     def stop_in_shrink() -> None:
         # The others have its address, or are connected to it, or wait for nothing but its READY.
-        owner: Any = {"connect": _connect, "make": _communicator, "ready": shrink.Agreement}[stage]
-        name = {"connect": "unpack_address_info", "make": "from_mesh", "ready": "_joiners_without"}[
-            stage
-        ]
+        owner: Any = {"connect": _connect, "make": _regrouping, "ready": shrink.Agreement}[stage]
+        name = {
+            "connect": "unpack_address_info",
+            "make": "build_core",
+            "ready": "_joiners_without",
+        }[stage]
         call, calls = getattr(owner, name), itertools.count()
 
         def stop_once(*args: Any, **options: Any) -> Any:

@@ -1,0 +1,53 @@
+"""Messages: send and receive between two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire._arrays.operands import on_cpu, writable, written
+from gradwire._base.arguments import flag
+from gradwire._calls.communicator_like import CommunicatorLike
+from gradwire._calls.work import Work
+
+
+class Messages:
+    """Methods of the communicator for one array from one rank to another."""
+
+    def send(
+        self: CommunicatorLike,
+        x: Any,
+        dst: int,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Sends one array, of any type, to a rank that receives as many bytes.
+
+        Messages between two ranks arrive in the order they were sent, independently of collectives.
+        The call may return before the message is received. A message to this rank itself is copied,
+        and the call returns at once.
+        """
+        flag(async_op, "async_op")
+        limit = self._seconds(timeout)
+        message = on_cpu(x, "send")
+        core = self._core.send(message.address, message.nbytes, self._rank(dst, "dst"), limit, x)
+        work = Work(self._core, core, "send", lambda: None)
+        return work if async_op else work.wait()
+
+    def recv(
+        self: CommunicatorLike,
+        x: Any,
+        src: int | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Receives into an array from a rank, or from whichever sends first; returns the rank."""
+        flag(async_op, "async_op")
+        limit = self._seconds(timeout)
+        (message,) = writable([on_cpu(x, "recv")])
+        written([message])
+        source = -1 if src is None else self._rank(src, "src")
+        core = self._core.receive(message.address, message.nbytes, source, limit, x)
+        work = Work(self._core, core, "recv", core.source)
+        return work if async_op else work.wait()
