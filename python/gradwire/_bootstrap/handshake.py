@@ -233,6 +233,13 @@ def server_handshake(
         raise _Excluded(hello, str(error)) from None
 
 
+def _request_of(proven: _Proven, request: bytes) -> _Handshake:
+    """Waits until a client that has proved itself says what it must then say."""
+    if (yield b"", len(request)) != request:
+        raise HandshakeError("it proved itself, and then made another request than it may here")
+    return proven
+
+
 class Admitted(NamedTuple):
     """A socket whose other end has proved that it knows the secret."""
 
@@ -242,7 +249,7 @@ class Admitted(NamedTuple):
 
 @dataclass(eq=False)
 class _Pending:
-    """A connection in the middle of its handshake."""
+    """A connection in the middle of its handshake, or of the request that follows."""
 
     sock: socket.socket
     address: str
@@ -250,6 +257,7 @@ class _Pending:
     wanted: int
     limit: Deadline
     received: bytes = b""
+    is_welcome: bool = False  # it has proved itself, and owes its request
 
 
 class RefusalLog:
@@ -283,6 +291,7 @@ class Authenticator:
 
     At a Unix socket it refuses processes of other users before these say a word.
 
+    Where a `request` must follow the handshake, a client that does not make it is refused alike.
     At most 64 connections are pending, each for at most 5 s. A new one replaces the oldest of the
     address that has most, so that a crowd of strangers evicts its own. The same happens when the
     process has no descriptor left; when that frees none, the listener pauses for 0.1 s.
@@ -294,10 +303,11 @@ class Authenticator:
         job: str,
         secret: bytes,
         check: Callable[[Hello, socket.socket], None],
+        request: bytes = b"",
     ) -> None:
         _core.libcrypto_version()  # these raise here, not in the thread that polls
         encryption.setting()
-        self._job, self._secret, self._check = job, secret, check
+        self._job, self._secret, self._check, self._request = job, secret, check, request
         self._host = host_identity()  # here, since it takes a descriptor
         self._listeners = tuple(listeners)
         self._pending: list[_Pending] = []
@@ -329,7 +339,8 @@ class Authenticator:
             elif key.data in self._pending:  # not evicted by an accept of this very turn
                 admitted += self._advance(key.data)
         for late in [entry for entry in self._pending if entry.limit.passed]:
-            self._refuse(late, f"it did not prove itself within {LIMIT_SECONDS:g} s")
+            missed = "make its request" if late.is_welcome else "prove itself"
+            self._refuse(late, f"it did not {missed} within {LIMIT_SECONDS:g} s")
         return admitted
 
     def use_secret(self, secret: bytes) -> None:
@@ -395,10 +406,14 @@ class Authenticator:
         handshake = server_handshake(
             self._job, self._secret, lambda hello: self._check(hello, sock), side
         )
+        self._await(sock, address, handshake)
+
+    def _await(self, sock: socket.socket, address: str, handshake: _Handshake) -> _Pending:
         _, wanted = next(handshake)
         entry = _Pending(sock, address, handshake, wanted, Deadline(LIMIT_SECONDS))
         self._pending.append(entry)
         self._selector.register(sock, selectors.EVENT_READ, entry)
+        return entry
 
     def _oldest_of_busiest_address(self) -> _Pending:
         counts = Counter(entry.address for entry in self._pending)
@@ -431,12 +446,19 @@ class Authenticator:
 
     def _admit(self, entry: _Pending, proven: _Proven) -> list[Admitted]:
         self._forget(entry)
+        if entry.is_welcome:
+            return [Admitted(proven.hello, entry.sock)]
         try:
             entry.sock.sendall(proven.noise.write(b""))
         except OSError:  # it gave up between its proof and our welcome
             entry.sock.close()
             return []
-        return [Admitted(proven.hello, _go_on(entry.sock, proven.noise, proven.cipher))]
+        sock = _go_on(entry.sock, proven.noise, proven.cipher)
+        if not self._request:
+            return [Admitted(proven.hello, sock)]
+        sock.setblocking(False)
+        self._await(sock, entry.address, _request_of(proven, self._request)).is_welcome = True
+        return []
 
     def _refuse(self, entry: _Pending, reason: str) -> None:
         self._forget(entry)

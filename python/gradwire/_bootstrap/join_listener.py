@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,8 +34,6 @@ from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import listen
 from gradwire._bootstrap.handshake import (
-    LIMIT_SECONDS,
-    Admitted,
     Authenticator,
     HandshakeError,
     Hello,
@@ -59,7 +57,6 @@ RENEW_SECONDS = 10.0  # after which the entry is written again
 _STORE_SECONDS = 5.0  # in which a store answers
 _PAUSE_SECONDS = 0.5  # between two looks at the limits of pending handshakes
 _CLOSE_SECONDS = 2.0  # that closing waits for the thread, which may wait for a store
-_MOST_PENDING = 64
 _BACKOFF_SHARE = 19  # pauses are so many times as long as what was lost: 1/20 of the time
 _MOST_BACKOFF_SECONDS = 600.0
 _LABEL = b"gradwire/1 sign "
@@ -158,11 +155,12 @@ class JoinListener:
         self.trouble = ""
         sockets, self._address = listen(tuple(transports), mesh.interface)
         job = mesh.job
-        self._authenticator = Authenticator(sockets, job.name, job.secret, self._check)
-        self._pending = PendingJoiners()
+        self._authenticator = Authenticator(
+            sockets, job.name, job.secret, self._check, JOIN_REQUEST
+        )
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        for each in (self._wake, self._authenticator.fileno(), self._pending.fileno()):
+        for each in (self._wake, self._authenticator.fileno()):
             self._selector.register(each, selectors.EVENT_READ)
         self._thread = AuthenticatingThread(target=self._run, name="gradwire-joins", daemon=True)
         _open.add(self)
@@ -219,7 +217,6 @@ class JoinListener:
 
     def _release(self) -> None:
         self._authenticator.close()
-        self._pending.close()
         self._selector.close()
         os.close(self._wake)
         for joiner in self._joiners:
@@ -320,18 +317,16 @@ class JoinListener:
     def _turn(self) -> None:
         if self._renew.passed:
             self._announce()
-        busy = self._authenticator.pending or self._pending.count
-        pauses = [_PAUSE_SECONDS] if busy else []
+        pauses = [_PAUSE_SECONDS] if self._authenticator.pending else []
         if self._wants_resize:
             pauses.append(self._backoff.left)
         for key, _ in self._selector.select(min([self._renew.remaining, *pauses])):
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
-        for admitted in self._authenticator.poll(0):
-            self._pending.add(admitted)
-        for joiner in self._pending.poll():
+        for hello, sock in self._authenticator.poll(0):
+            fail_with_host(sock, always_read=True)
             with self._lock:
-                self._joiners.append(joiner)
+                self._joiners.append(Joiner(sock, hello.source))
                 self._wants_resize = True
         self._request_resize()
 
@@ -351,85 +346,6 @@ class JoinListener:
             with contextlib.suppress(OSError):  # it has gone meanwhile
                 joiner.sock.send(over)
         self._announce()
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A process that has proved itself, and has not asked to join yet."""
-
-    joiner: Joiner
-    limit: Deadline
-    received: bytes = b""
-
-
-class PendingJoiners:
-    """Sockets that have not sent JOIN_REQUEST yet, each for at most five seconds; of one thread."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._all: list[_Pending] = []
-
-    def fileno(self) -> int:
-        """An epoll descriptor, which is readable when poll() has something to do."""
-        return self._selector.fileno()
-
-    @property
-    def count(self) -> int:
-        """The number of those that wait; poll() checks their limits."""
-        return len(self._all)
-
-    def add(self, admitted: Admitted) -> None:
-        """Takes over the socket of one that has proved itself; the first of too many must go."""
-        if len(self._all) >= _MOST_PENDING:
-            self._refuse(self._all[0], "others came")
-        sock = admitted.sock
-        pending = _Pending(Joiner(sock, admitted.hello.source), Deadline(LIMIT_SECONDS))
-        try:
-            fail_with_host(sock, always_read=True)
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, pending)
-        except OSError:
-            sock.close()
-            raise
-        self._all.append(pending)
-
-    def poll(self) -> list[Joiner]:
-        """Returns those that have asked since; ends those that say anything else, or nothing."""
-        asked = [joiner for key, _ in self._selector.select(0) for joiner in self._read(key.data)]
-        for late in [each for each in self._all if each.limit.passed]:
-            self._refuse(late, f"it had nothing to say for {LIMIT_SECONDS:g} s")
-        return asked
-
-    def close(self) -> None:
-        """Ends all connections."""
-        for each in self._all:
-            each.joiner.sock.close()
-        self._all.clear()
-        self._selector.close()
-
-    def _read(self, pending: _Pending) -> Iterator[Joiner]:
-        try:
-            part = pending.joiner.sock.recv(len(JOIN_REQUEST) - len(pending.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        pending.received += part
-        if not part or not JOIN_REQUEST.startswith(pending.received):
-            self._refuse(pending, "it went, or said what no joiner says")
-        elif pending.received == JOIN_REQUEST:
-            self._forget(pending)
-            yield pending.joiner
-
-    def _refuse(self, pending: _Pending, why: str) -> None:
-        self._forget(pending)
-        with contextlib.suppress(OSError):
-            pending.joiner.sock.close()
-        refusals.note("a process that wants to join", f"it proved itself, and then {why}")
-
-    def _forget(self, pending: _Pending) -> None:
-        self._all.remove(pending)
-        self._selector.unregister(pending.joiner.sock)
 
 
 class Backoff:

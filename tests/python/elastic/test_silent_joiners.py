@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import join_listener
+from gradwire._bootstrap import handshake
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.join_listener import JOIN_REQUEST, Backoff, Joiner, JoinListener
 from gradwire._bootstrap.resize import open_listener
@@ -46,7 +46,7 @@ def opened() -> Iterator[tuple[Communicator, JoinListener]]:
 
 def test_a_joiner_counts_once_it_has_asked() -> None:
     with opened() as (comm, listener), asked_by(comm, listener, JOIN_REQUEST[:7]) as sock:
-        eventually(lambda: listener._pending.count)
+        eventually(lambda: listener._authenticator.pending)
         comm.barrier()
         assert not comm.should_resize()
         sock.sendall(JOIN_REQUEST[7:])
@@ -57,7 +57,7 @@ def test_a_joiner_counts_once_it_has_asked() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"\0" * len(JOIN_REQUEST), JOIN_REQUEST[:-1]])
 def test_others_are_told_to_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_listener, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 1.0)
     with opened() as (comm, listener), asked_by(comm, listener, said) as sock:
         assert sock.recv(1) == b""
         assert not comm.should_resize()
@@ -66,7 +66,7 @@ def test_others_are_told_to_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_crowd_of_silent_joiners_evicts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_listener, "_MOST_PENDING", 2)
+    monkeypatch.setattr(handshake, "MAX_PENDING", 2)
     with opened() as (comm, listener), contextlib.ExitStack() as silent:
         first = silent.enter_context(asked_by(comm, listener, b""))
         for _ in range(3):
@@ -91,7 +91,7 @@ def test_steps_go_on_while_silent_joiners_come_again_and_again() -> None:
         thread = threading.Thread(target=annoy)
         thread.start()
         try:
-            eventually(lambda: listener._pending.count)
+            eventually(lambda: listener._authenticator.pending)
             began, lost = time.monotonic(), 0.0
             while time.monotonic() < began + 1:
                 comm.all_reduce(np.ones(10, np.float32))
