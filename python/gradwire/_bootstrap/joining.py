@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Generic
 
-from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.connect import connect_mesh, open_socket
@@ -294,8 +293,7 @@ def _interface(info: AddressInfo) -> Choice:
     if is_loopback(info.address):
         return loopback()
     source = route_to(info.address, info.port or 9).source
-    pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
-    return choose(source, pattern=pattern, several_hosts=True)
+    return choose(source, several_hosts=True)
 
 
 class _Request(Generic[Made]):

@@ -253,9 +253,7 @@ def _addresses_beyond_loopback(
     if not (elsewhere and secret and _leads_to_loopback(address)):
         return []
     try:
-        choice = choose(
-            None, pattern=environment.text("GRADWIRE_SOCKET_IFNAME"), several_hosts=True
-        )
+        choice = choose(None, several_hosts=True)
     except RendezvousError:  # then all ranks are here, or the other ranks' errors say so
         return []
     _log.info("%s means loopback here, so the store also listens on %s", address.host, choice)
@@ -285,7 +283,6 @@ def _choose_interface(exchange: RendezvousExchange, route: Route | None) -> Choi
     hosts = exchange.compare_hosts(route)
     choice = choose(
         None if route is None else route.source,
-        pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
         several_hosts=hosts.several,
         reached=hosts.reached,
     )

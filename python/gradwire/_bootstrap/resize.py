@@ -286,5 +286,4 @@ def _listen_beyond_loopback(mesh: Mesh) -> None:
         _log.warning("only processes of this host can join: %s", error)
         return
     if not is_loopback(source):
-        pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
-        mesh.interface = choose(source, pattern=pattern, several_hosts=True)
+        mesh.interface = choose(source, several_hosts=True)

@@ -179,14 +179,9 @@ def _choose_store_address(
         reached = [target for target in known if _is_reachable_elsewhere(target)]
         if not reached:
             return here
-    pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
-    choice = choose(
-        route.source,
-        pattern=pattern,
-        several_hosts=launch.several_hosts
-        or pattern is None,  # unknown: trust the user's choice of interface
-        reached=reached,
-    )
+    # Where nothing says whether there are several hosts, the user's choice of interface does.
+    several = launch.several_hosts or environment.text("GRADWIRE_SOCKET_IFNAME") is None
+    choice = choose(route.source, several_hosts=several, reached=reached)
     return Address("tcp", choice.interface.address)
 
 

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from gradwire._base import environment
 from gradwire._errors import RendezvousError
 
 _SIOCGIFCONF = 0x8912
@@ -149,20 +150,16 @@ def address_towards(host: str, port: int) -> str:
     return route_to(host, port).source
 
 
-def choose(
-    towards: str | None,
-    *,
-    pattern: str | None,
-    several_hosts: bool,
-    reached: Collection[str] = (),
-) -> Choice:
+def choose(towards: str | None, *, several_hosts: bool, reached: Collection[str] = ()) -> Choice:
     """Chooses the address to listen on; raises RendezvousError when there is none.
+
+    GRADWIRE_SOCKET_IFNAME overrides the choice.
 
     `towards` is the own address that reaches the store, None when the store is local.
     `several_hosts` says that some rank is on another host, so that loopback is useless. `reached`
     are addresses at which ranks of other hosts reach the store.
     """
-    found = interfaces()
+    found, pattern = interfaces(), environment.text("GRADWIRE_SOCKET_IFNAME")
     if pattern is not None:
         return _by_pattern(found, pattern, towards, several_hosts, reached)
     if not several_hosts:

@@ -141,9 +141,8 @@ def _network() -> Iterator[Check]:
 
 def _several_hosts() -> tuple[bool, str]:
     """The interface that ranks on several hosts would use here, and why."""
-    pattern = environment.text("GRADWIRE_SOCKET_IFNAME")
     try:
-        choice = interfaces.choose(_towards_store(), pattern=pattern, several_hosts=True)
+        choice = interfaces.choose(_towards_store(), several_hosts=True)
     except RendezvousError as error:
         return False, f"because {error}"
     return True, f"use {choice}"

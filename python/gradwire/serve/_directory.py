@@ -193,11 +193,7 @@ class Directory:
         """The interface towards the store: the other processes reach this one at it."""
         route = self._store.route()
         source = None if route is None else route.source
-        return choose(
-            source,
-            pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
-            several_hosts=source is not None and not is_loopback(source),
-        )
+        return choose(source, several_hosts=source is not None and not is_loopback(source))
 
     def store_is_gone(self) -> bool:
         """Whether the process that hosts the store has ended."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from gradwire._errors import RendezvousError
 from gradwire._host import interfaces as _interfaces
-from gradwire._host.interfaces import Interface, address_towards, choose, interfaces, matches
+from gradwire._host.interfaces import Choice, Interface, address_towards, interfaces, matches
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "192.0.2.7")
 IB = Interface("ib0", "198.51.100.7")
 DOCKER = Interface("docker0", "172.17.0.1")
+
+
+def choose(towards: str | None, *, pattern: str | None, **hosts: Any) -> Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GRADWIRE_SOCKET_IFNAME", raising=False)
+        if pattern is not None:
+            patch.setenv("GRADWIRE_SOCKET_IFNAME", pattern)
+        return _interfaces.choose(towards, **hosts)
 
 
 @pytest.fixture

@@ -176,7 +176,6 @@ def _interface(infos: Sequence[dict[str, Any]]) -> Choice:
     beyond = [each["reached"] for each in infos if each["host"] != here]
     return choose(
         route.source if route and beyond else None,
-        pattern=environment.text("GRADWIRE_SOCKET_IFNAME"),
         several_hosts=bool(beyond),
         reached=[each for each in beyond if each],
     )
