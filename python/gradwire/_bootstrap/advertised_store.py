@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
@@ -37,9 +36,8 @@ class Endpoint:
     """Rank 0's store, as a rank knows it."""
 
     address: Address
-    secret: bytes = field(repr=False)  # that its clients must know
-    given: bool  # by the user, to all ranks
-    job_secret: bytes | None = field(repr=False)  # None: ranks are to agree on it in the store
+    given: bool  # whether the user gave rank 0 a secret
+    secret: bytes = field(default=b"", repr=False)  # that its clients must know, once that is known
 
     @property
     def where(self) -> str:
@@ -75,32 +73,18 @@ def advertised_store(
     """
     with contextlib.ExitStack() as stack:
         if at is not None:
-            endpoint = _make_endpoint(at, secret)
+            known = secret or (b"" if at.local else secrets.token_bytes(SECRET_BYTES))
             server = stack.enter_context(
-                serve_until_reported(StoreServer(at, job, endpoint.secret, one_rendezvous=True))
+                serve_until_reported(StoreServer(at, job, known, one_rendezvous=True))
             )
-            endpoint = replace(endpoint, address=server.address)
+            endpoint = Endpoint(server.address, secret is not None, known)
             advertise(endpoint)
         else:
             endpoint = find()
-        client = StoreClient(
-            endpoint.address,
-            job,
-            endpoint.secret,
-            deadline,
-            partial(lost, 0),
-            listens=True,
-            rank=rank,
-        )
+        where = (endpoint.address, job, endpoint.secret)
+        client = StoreClient(*where, deadline, partial(lost, 0), listens=True, rank=rank)
         stack.callback(client.close)
-        yield client, endpoint.job_secret
-
-
-def _make_endpoint(at: Address, secret: bytes | None) -> Endpoint:
-    if secret is None and at.local:
-        return Endpoint(at, b"", given=False, job_secret=None)
-    known = secret or secrets.token_bytes(SECRET_BYTES)
-    return Endpoint(at, known, given=secret is not None, job_secret=known)
+        yield client, endpoint.secret or None
 
 
 def pack_failure(reason: str) -> bytes:
@@ -108,22 +92,18 @@ def pack_failure(reason: str) -> bytes:
     return encodable(f"{_NOWHERE} rank 0 gave up: {reason}").encode()
 
 
-class Place(NamedTuple):
-    """The place of rank 0's store, before this rank knows its secret."""
+def unpack_place(data: bytes) -> Endpoint:
+    """Decodes `Endpoint.where`, which has no secret yet.
 
-    address: Address
-    given: bool  # whether the user gave rank 0 a secret
-
-
-def unpack_place(data: bytes) -> Place:
-    """Decodes `Endpoint.where`; raises RendezvousError, with rank 0's reason if it gave up."""
+    Raises RendezvousError, with rank 0's reason if it gave up.
+    """
     where, _, rest = data.decode(errors="replace").partition(" ")
     if where == _NOWHERE:  # whoever writes into torch's store may have written the reason
         raise RendezvousError(rest[:_MOST_REASON].encode("unicode_escape").decode())
     try:
         if rest not in (_GIVEN, _NOT_GIVEN):
             raise ValueError
-        return Place(parse_address(where), rest == _GIVEN)
+        return Endpoint(parse_address(where), rest == _GIVEN)
     except ValueError:
         raise RendezvousError("rank 0 advertised no store: another gradwire version?") from None
 
@@ -139,18 +119,18 @@ def unpack_endpoint(data: bytes, secret: bytes | None, question: Question | None
 
 
 def endpoint_at(
-    place: Place, answer: bytes, secret: bytes | None, question: Question | None
+    place: Endpoint, answer: bytes, secret: bytes | None, question: Question | None
 ) -> Endpoint:
-    """The endpoint at a place, by this rank's given secret, or else by rank 0's answer to it."""
+    """The endpoint with its secret: this rank's given one, or else that of rank 0's answer."""
     if secret is not None:
-        return Endpoint(place.address, secret, given=True, job_secret=secret)
+        return replace(place, given=True, secret=secret)
     if place.given:
         raise RendezvousError(
             "rank 0 has a GRADWIRE_SECRET and this rank has none: set the same one on all ranks, "
             "or none"
         )
     if place.address.local:
-        return _make_endpoint(place.address, None)
+        return place
     assert question is not None
     try:
         made = question.read(answer)
@@ -159,7 +139,7 @@ def endpoint_at(
             "rank 0 sent a secret to another question than this rank's: somebody else writes into "
             "torch's store, or another job does; set GRADWIRE_SECRET on all ranks"
         ) from None
-    return Endpoint(place.address, made, given=False, job_secret=made)
+    return replace(place, secret=made)
 
 
 def require_here(address: Address) -> None:

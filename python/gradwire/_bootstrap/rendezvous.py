@@ -67,22 +67,38 @@ def rendezvous(
             mesh.membership = membership
             return make(mesh)
         with open_rendezvous(launch, deadline, given) as found:
-            exchange, start = found.exchange, found.start
-            mesh = connect_mesh(
-                Job(launch.job, found.secret, start.number, _privacy(launch, given)),
-                exchange.exchange_addresses,
-                rank=launch.rank,
-                size=launch.size,
-                communicator=start.generation,
-                deadline=deadline,
-                transports=names,
-                interface=found.interface,
-                raise_if_peer_failed=exchange.raise_if_peer_failed,
-                lost_peer_error=lost,
-            )
+            job = Job(launch.job, found.secret, found.start.number, _privacy(launch, given))
+            number = found.start.generation
+            mesh = connect_ranks(found.exchange, job, names, found.interface, number)
             mesh.membership = membership
-            agreed_model.agree(mesh, exchange)
             return make(mesh)
+
+
+def connect_ranks(
+    exchange: RendezvousExchange,
+    job: Job,
+    transports: Sequence[str],
+    interface: Choice,
+    communicator: int = 0,
+) -> Mesh:
+    """The mesh of the ranks that meet by an exchange, with rank 0's cost model; all call it.
+
+    `communicator` is as in `connect_mesh`. Raises as `rendezvous` does.
+    """
+    mesh = connect_mesh(
+        job,
+        exchange.exchange_addresses,
+        rank=exchange.launch.rank,
+        size=exchange.launch.size,
+        communicator=communicator,
+        deadline=exchange.deadline,
+        transports=transports,
+        interface=interface,
+        raise_if_peer_failed=exchange.raise_if_peer_failed,
+        lost_peer_error=lost,
+    )
+    agreed_model.agree(mesh, exchange)
+    return mesh
 
 
 def _mesh_alone(launch: LaunchInfo, secret: bytes | None) -> Mesh:

@@ -58,8 +58,8 @@ class RendezvousExchange:
     def __init__(
         self, store: StoreClient, launch: LaunchInfo, prefix: str, deadline: Deadline
     ) -> None:
-        self.launch = launch
-        self._store, self._prefix, self._deadline = store, prefix, deadline
+        self.launch, self.deadline = launch, deadline
+        self._store, self._prefix = store, prefix
 
     def exchange_addresses(self, own: bytes, deadline: Deadline) -> list[bytes]:
         """All ranks' packed AddressInfo, in rank order."""
@@ -71,7 +71,7 @@ class RendezvousExchange:
         own = json.dumps([here, "" if route is None else route.target]).encode()
         hosts = [
             _unpack_host(each, rank)
-            for rank, each in enumerate(self._all_gather("host", own, self._deadline))
+            for rank, each in enumerate(self._all_gather("host", own, self.deadline))
         ]
         beyond = [target for host, target in hosts if host != here]
         usable = (target for target in beyond if target and not is_loopback(target))
@@ -120,7 +120,7 @@ class RendezvousExchange:
         """Rank 0's bytes, on all ranks; only rank 0 calls `make`."""
         if self.launch.rank == 0:
             self._store.set(f"{self._prefix}/{what}/0", make())
-        return self._get(what, 0, self._deadline)
+        return self._get(what, 0, self.deadline)
 
     @contextlib.contextmanager
     def abort_on_failure(self, *, hosts_store: bool) -> Iterator[None]:
@@ -175,7 +175,7 @@ class RendezvousExchange:
 
     def _finish(self, hosts_store: bool) -> None:
         if hosts_store:
-            self._all_gather("finished", b"", self._deadline)
+            self._all_gather("finished", b"", self.deadline)
             self.raise_if_peer_failed(0)  # another job may have come
             return
         with contextlib.suppress(*_STORE_GONE):  # its host may have finished before

@@ -12,17 +12,14 @@ from typing import Any, TypeVar
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import told
-from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import (
     ANSWER_BYTES,
     Endpoint,
-    Place,
     advertised_store,
     endpoint_at,
     require_here,
     unpack_place,
 )
-from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.host_info import (
     host_identity,
     pack_host_info,
@@ -32,12 +29,12 @@ from gradwire._bootstrap.host_info import (
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
-from gradwire._bootstrap.rendezvous import choose_transports
+from gradwire._bootstrap.rendezvous import choose_transports, connect_ranks
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
-from gradwire._errors import RendezvousError, lost
+from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Route, choose, route_to
 
 _Made = TypeVar("_Made")
@@ -61,54 +58,33 @@ def rendezvous_in_group(
     """
     with told(f"rank {rank} of {size} of a process group ({process_name()})"):
         environment.check()
-        return _connect(rank, size, all_gather, make, deadline)
+        known, route = find_secret(None), _route()
+        question = Question() if known is None else None
+        asked = None if question is None else question.message
+        own = pack_host_info(rank, asked, route.target if route else "")
+        infos = [unpack_host_info(each, peer) for peer, each in enumerate(all_gather(own))]
+        name = _agreed_name(infos, rank)
+        at = _choose_store_address(infos) if rank == 0 else None
 
+        def advertise(endpoint: Endpoint) -> None:
+            all_gather(_pack(endpoint, [info["question"] for info in infos]))
 
-def _connect(
-    rank: int,
-    size: int,
-    all_gather: Callable[[bytes], list[bytes]],
-    make: Callable[[Mesh], _Made],
-    deadline: Deadline,
-) -> _Made:
-    known, route = find_secret(None), _route()
-    question = Question() if known is None else None
-    asked = None if question is None else question.message
-    own = pack_host_info(rank, asked, route.target if route else "")
-    infos = [unpack_host_info(each, peer) for peer, each in enumerate(all_gather(own))]
-    job = _agreed_name(infos, rank)
-    at = _choose_store_address(infos) if rank == 0 else None
+        def find() -> Endpoint:
+            place, answer = _unpack(all_gather(b"")[0], rank)
+            if known is None and _are_all_here():
+                require_here(place.address)
+            return endpoint_at(place, answer, known, question)
 
-    def advertise(endpoint: Endpoint) -> None:
-        all_gather(_pack(endpoint, [info["question"] for info in infos]))
-
-    def find() -> Endpoint:
-        place, answer = _unpack(all_gather(b"")[0], rank)
-        if known is None and _are_all_here():
-            require_here(place.address)
-        return endpoint_at(place, answer, known, question)
-
-    with advertised_store(job, known, at, advertise, find, deadline, rank=rank) as (store, found):
-        exchange = RendezvousExchange(store, LaunchInfo(rank, size), job, deadline)
-        with exchange.abort_on_failure(hosts_store=rank == 0):
-            exchange.claim_rank()
-            secret = exchange.agree_on_secret() if found is None else found
-            choice = _interface(infos)
-            _log.info("a rank of the process group listens on %s", choice)
-            mesh = connect_mesh(
-                Job(job, secret, privacy=_privacy(known)),
-                exchange.exchange_addresses,
-                rank=rank,
-                size=size,
-                communicator=0,
-                deadline=deadline,
-                transports=choose_transports(None),
-                interface=choice,
-                raise_if_peer_failed=exchange.raise_if_peer_failed,
-                lost_peer_error=lost,
-            )
-            agreed_model.agree(mesh, exchange)
-            return make(mesh)
+        with advertised_store(name, known, at, advertise, find, deadline, rank=rank) as found:
+            store, agreed = found
+            exchange = RendezvousExchange(store, LaunchInfo(rank, size), name, deadline)
+            with exchange.abort_on_failure(hosts_store=rank == 0):
+                exchange.claim_rank()
+                secret = exchange.agree_on_secret() if agreed is None else agreed
+                choice = _interface(infos)
+                _log.info("a rank of the process group listens on %s", choice)
+                job = Job(name, secret, privacy=_privacy(known))
+                return make(connect_ranks(exchange, job, choose_transports(None), choice))
 
 
 def _pack(endpoint: Endpoint, questions: Sequence[bytes | None]) -> bytes:
@@ -125,7 +101,7 @@ def _pack(endpoint: Endpoint, questions: Sequence[bytes | None]) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, rank: int) -> tuple[Place, bytes]:
+def _unpack(data: bytes, rank: int) -> tuple[Endpoint, bytes]:
     """Decodes where rank 0's store is, and its answer to a rank; raises RendezvousError."""
     where, _, answers = data.partition(b"\n")
     begin = rank * ANSWER_BYTES
