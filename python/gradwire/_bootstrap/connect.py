@@ -29,7 +29,6 @@ from gradwire._bootstrap.handshake import (
     client_handshake,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
-from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.mesh import (
     AddressInfo,
     Job,
@@ -85,7 +84,6 @@ def connect_mesh(
     numbers in the job, where those differ. Raises RendezvousError, which names the ranks that are
     missing at the deadline.
     """
-    host_timeout()  # raises here for a wrong setting, not in the accepting thread
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     mesh.job_ranks = tuple(job_ranks)
     if size > 1:
@@ -201,13 +199,7 @@ class _Attempt:
     def _authenticate(self, sock: socket.socket, peer: int, purpose: Purpose) -> socket.socket:
         job = self._mesh.job
         hello = Hello(job.name, purpose, self._mesh.communicator, job.epoch, self._mesh.rank, peer)
-        try:
-            sock = client_handshake(sock, hello, job.secret, self._deadline)
-        except BaseException:
-            sock.close()
-            raise
-        fail_with_host(sock, always_read=purpose == Purpose.CONTROL)
-        return sock
+        return client_handshake(sock, hello, job.secret, self._deadline)
 
     def _await_higher(self) -> None:
         while missing := self._acceptor.wait(self._deadline.within(_POLL_SECONDS)):
@@ -327,7 +319,6 @@ class _Acceptor:
 
     def _accept(self, admitted: Admitted) -> None:
         key = admitted.hello.source, admitted.hello.purpose
-        fail_with_host(admitted.sock, always_read=admitted.hello.purpose == Purpose.CONTROL)
         with self._changed:
             if key in self._accepted:  # the peer tried again because it missed our welcome
                 self._accepted[key].close()

@@ -38,6 +38,7 @@ from typing import NamedTuple
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.host_info import host_identity
+from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._errors import TransportError
 from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Side, side_of, unpack_side
@@ -94,6 +95,10 @@ class Purpose(enum.IntEnum):
     JOIN = 7
 
 
+_DATA = (Purpose.COLLECTIVE, Purpose.P2P)  # their readers may pause
+_OF_CLIENTS_THAT_MAY_STOP = (*_DATA, Purpose.SERVE, Purpose.COORDINATE)
+
+
 @dataclass(frozen=True)
 class Hello:
     """The client's first frame: who opens a socket to whom, and for what."""
@@ -144,7 +149,7 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     """Receives exactly `count` bytes; raises ConnectionError or TimeoutError."""
     data = b""
     while len(data) < count:
-        sock.settimeout(max(deadline.remaining, 1e-3))
+        sock.settimeout(deadline.left)
         part = sock.recv(count - len(data))
         if not part:
             raise ConnectionResetError("the other end closed the connection")
@@ -155,15 +160,27 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
 def client_handshake(
     sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline
 ) -> socket.socket:
-    """Runs the client's half on a connected socket, when the server has said welcome.
+    """Runs the client's half on a connected socket, which it closes when that fails.
 
     A Unix socket's server must run as the same user. Returns the socket to go on with, which is
-    another one where it is sealed.
+    another one where it is sealed, and fails with the server's host (`keepalive`).
     """
+    try:
+        noise, cipher = _prove(sock, hello, secret, deadline)
+        return _go_on(sock, noise, cipher, always_read=hello.purpose not in _DATA)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _prove(
+    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline
+) -> tuple[_core.Noise, _core.Cipher | None]:
+    """Exchanges the messages, until the server has said welcome."""
     require_own_user(sock, secret)
     limit = deadline.within(LIMIT_SECONDS)
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
-    sock.settimeout(max(limit.remaining, 1e-3))
+    sock.settimeout(limit.left)
     sock.sendall(hello.pack() + noise.write(side.pack()))
     answer = receive(sock, _ANSWER, limit)
     try:
@@ -177,7 +194,7 @@ def client_handshake(
         noise.read(receive(sock, _PROOF, limit))
     except TransportError:
         raise HandshakeError("it did not say welcome") from None
-    return _go_on(sock, noise, cipher)
+    return noise, cipher
 
 
 def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher | None:
@@ -192,7 +209,10 @@ def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher 
         raise SettingsError(str(error)) from None
 
 
-def _go_on(sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None) -> socket.socket:
+def _go_on(
+    sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None, *, always_read: bool
+) -> socket.socket:
+    fail_with_host(sock, always_read=always_read)
     sock.settimeout(None)
     return sock if cipher is None else SealedSocket(sock, noise.seal(cipher))
 
@@ -241,7 +261,7 @@ def _request_of(proven: _Proven, request: bytes) -> _Handshake:
 
 
 class Admitted(NamedTuple):
-    """A socket whose other end has proved that it knows the secret."""
+    """A socket whose other end has proved that it knows the secret; it fails with its host."""
 
     hello: Hello
     sock: socket.socket
@@ -307,6 +327,7 @@ class Authenticator:
     ) -> None:
         _core.libcrypto_version()  # these raise here, not in the thread that polls
         encryption.setting()
+        host_timeout()
         self._job, self._secret, self._check, self._request = job, secret, check, request
         self._host = host_identity()  # here, since it takes a descriptor
         self._listeners = tuple(listeners)
@@ -453,7 +474,8 @@ class Authenticator:
         except OSError:  # it gave up between its proof and our welcome
             entry.sock.close()
             return []
-        sock = _go_on(entry.sock, proven.noise, proven.cipher)
+        always_read = proven.hello.purpose not in _OF_CLIENTS_THAT_MAY_STOP
+        sock = _go_on(entry.sock, proven.noise, proven.cipher, always_read=always_read)
         if not self._request:
             return [Admitted(proven.hello, sock)]
         sock.setblocking(False)

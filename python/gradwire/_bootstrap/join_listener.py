@@ -42,7 +42,6 @@ from gradwire._bootstrap.handshake import (
     refusals,
 )
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, secret_of_store
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
@@ -51,7 +50,7 @@ from gradwire._bootstrap.through_torch.torch_store import TorchStore, connect_by
 from gradwire._errors import Error, RendezvousError, describe
 
 # A message of `survivor_links`, so that links between a leader and its joiners carry nothing else.
-JOIN_REQUEST = pack_message(MessageKind.VIEW, View(frozenset({0})))
+JOIN_REQUEST = MessageKind.VIEW, View(frozenset({0}))
 RENEW_SECONDS = 10.0  # after which the entry is written again
 
 _STORE_SECONDS = 5.0  # in which a store answers
@@ -156,7 +155,7 @@ class JoinListener:
         sockets, self._address = listen(tuple(transports), mesh.interface)
         job = mesh.job
         self._authenticator = Authenticator(
-            sockets, job.name, job.secret, self._check, JOIN_REQUEST
+            sockets, job.name, job.secret, self._check, pack_message(*JOIN_REQUEST)
         )
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -324,7 +323,6 @@ class JoinListener:
             if key.fileobj == self._wake:
                 os.eventfd_read(self._wake)
         for hello, sock in self._authenticator.poll(0):
-            fail_with_host(sock, always_read=True)
             with self._lock:
                 self._joiners.append(Joiner(sock, hello.source))
                 self._wants_resize = True

@@ -39,7 +39,6 @@ from gradwire._bootstrap.join_listener import (
     secret_key,
     unpack_entry,
 )
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
 from gradwire._bootstrap.shrink import Made
 from gradwire._bootstrap.store import StoreClient, parse_address
@@ -274,17 +273,11 @@ def _ask(options: JoinOptions, entry: ListenerEntry, deadline: Deadline) -> Iter
     info, own = entry.address, _interface(entry.address)
     here = info.host == host_identity() and info.unix
     sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
-    try:
-        hello = Hello(options.job, Purpose.JOIN, epoch=entry.epoch, source=options.number)
-        sock = client_handshake(sock, hello, entry.secret, limit)
-        fail_with_host(sock, always_read=True)
-        sock.sendall(JOIN_REQUEST)
-    except BaseException:
-        sock.close()
-        raise
-    links = SurvivorLinks((), MOST_RANKS)
-    links.add(_LEADER, sock)
-    with contextlib.closing(links):
+    hello = Hello(options.job, Purpose.JOIN, epoch=entry.epoch, source=options.number)
+    sock = client_handshake(sock, hello, entry.secret, limit)
+    with contextlib.closing(SurvivorLinks((), MOST_RANKS)) as links:
+        links.add(_LEADER, sock)
+        links.send(_LEADER, *JOIN_REQUEST)
         yield links
 
 

@@ -30,7 +30,6 @@ from gradwire._bootstrap.handshake import (
     client_handshake,
     receive,
 )
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host.interfaces import Route
 
@@ -310,7 +309,6 @@ def _attempt(
         sock.connect(target)
         if family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        fail_with_host(sock, always_read=True)
         sock = client_handshake(sock, hello, secret, deadline)
     except BaseException:
         sock.close()

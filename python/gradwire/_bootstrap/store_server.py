@@ -26,7 +26,6 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     refusals,
 )
-from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._bootstrap.store import (
     ANSWER,
     MAX_KEY,
@@ -89,7 +88,6 @@ class StoreServer:
         *,
         one_rendezvous: bool = False,
     ) -> None:
-        host_timeout()  # raises here for a wrong setting, not in the thread
         self._values: dict[str, bytes] = {}
         self._total = 0
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
@@ -185,7 +183,6 @@ class StoreServer:
 
     def _add_client(self, client: _Client) -> None:
         try:
-            fail_with_host(client.sock, always_read=True)
             self._selector.register(client.sock, selectors.EVENT_READ, client)
         except OSError:
             client.sock.close()

@@ -34,7 +34,6 @@ from gradwire._bootstrap.handshake import (
     refusals,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import AddressInfo, Job, choose_transport
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 from gradwire._host import transport_kinds
@@ -142,7 +141,6 @@ class ClientListener:
         try:
             with sock:
                 client = receive_introduction(sock, self.address.transports)
-                fail_with_host(sock, always_read=False)  # a client that is stopped goes on later
                 context = transport_kinds.context(client.transport)
                 self._shards[shard].admit(
                     client.transport,
@@ -181,7 +179,6 @@ def connect(
             hello = Hello(job.name, Purpose.SERVE, directory.service_id, target=shard)
             with plain, client_handshake(plain, hello, job.secret, deadline) as sock:
                 sock.sendall(client(transport).pack())
-                fail_with_host(sock, always_read=True)
                 context = transport_kinds.context(transport)
                 channel = _core.ServeChannel(
                     transport, context, *hand_over(sock), where, deadline.left

@@ -24,7 +24,6 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     refusals,
 )
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import Error, InvalidArgument, Timeout, describe
 from gradwire._host.interfaces import Choice
@@ -233,7 +232,6 @@ class Coordinator:
     def _admit(self, admitted: Admitted) -> None:
         sock = admitted.sock
         try:
-            fail_with_host(sock, always_read=False)
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, _Peer(sock))
         except BaseException:

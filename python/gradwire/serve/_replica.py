@@ -21,7 +21,6 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.connect import open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import (
     Error,
@@ -61,13 +60,8 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
         try:
             interface = directory.interface().interface
             sock = open_socket(found, "tcp", interface, deadline)
-            try:
-                hello = Hello(job.name, Purpose.COORDINATE, directory.service_id)
-                sock = client_handshake(sock, hello, job.secret, deadline)
-                fail_with_host(sock, always_read=True)
-            except BaseException:
-                sock.close()
-                raise
+            hello = Hello(job.name, Purpose.COORDINATE, directory.service_id)
+            sock = client_handshake(sock, hello, job.secret, deadline)
             return sock, f"the coordinator ({found.name})"
         except SettingsError as error:
             raise RendezvousError(

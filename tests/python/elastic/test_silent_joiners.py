@@ -19,8 +19,10 @@ from gradwire._bootstrap import handshake
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.join_listener import JOIN_REQUEST, Backoff, Joiner, JoinListener
 from gradwire._bootstrap.resize import open_listener
+from gradwire._bootstrap.survivor_links import pack_message
 from ranks import eventually
 
+ASKS = pack_message(*JOIN_REQUEST)
 SECRET = "0123456789abcdef"
 
 
@@ -45,23 +47,23 @@ def opened() -> Iterator[tuple[Communicator, JoinListener]]:
 
 
 def test_a_joiner_counts_once_it_has_asked() -> None:
-    with opened() as (comm, listener), asked_by(comm, listener, JOIN_REQUEST[:7]) as sock:
+    with opened() as (comm, listener), asked_by(comm, listener, ASKS[:7]) as sock:
         eventually(lambda: listener._authenticator.pending)
         comm.barrier()
         assert not comm.should_resize()
-        sock.sendall(JOIN_REQUEST[7:])
+        sock.sendall(ASKS[7:])
         eventually(lambda: comm.barrier() or comm.should_resize())
         (joiner,) = listener.take(9)
         joiner.sock.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"\0" * len(JOIN_REQUEST), JOIN_REQUEST[:-1]])
+@pytest.mark.parametrize("said", [b"", b"\0" * len(ASKS), ASKS[:-1]])
 def test_others_are_told_to_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "LIMIT_SECONDS", 1.0)
     with opened() as (comm, listener), asked_by(comm, listener, said) as sock:
         assert sock.recv(1) == b""
         assert not comm.should_resize()
-        with asked_by(comm, listener, JOIN_REQUEST):
+        with asked_by(comm, listener, ASKS):
             eventually(lambda: listener._joiners)
 
 
@@ -72,7 +74,7 @@ def test_a_crowd_of_silent_joiners_evicts_its_own(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             silent.enter_context(asked_by(comm, listener, b""))
         assert first.recv(1) == b""
-        with asked_by(comm, listener, JOIN_REQUEST):
+        with asked_by(comm, listener, ASKS):
             eventually(lambda: listener._joiners)
 
 

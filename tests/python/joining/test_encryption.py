@@ -243,7 +243,8 @@ def test_the_rank_that_accepts_learns_which_rank_it_excludes(
     acceptor.close()
 
 
-def fail(*_: object) -> None:
+def fail(sock: socket.socket, *_: object) -> None:
+    sock.close()
     raise handshake.SettingsError("it has GRADWIRE_ENCRYPTION=on and this process off")
 
 
