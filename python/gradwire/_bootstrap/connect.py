@@ -27,6 +27,7 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     SettingsError,
     client_handshake,
+    dial,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.mesh import (
@@ -395,27 +396,14 @@ def open_socket(
 
     Over its Unix socket if the transport is local, or the peer listens nowhere else.
     """
-    local = KINDS[transport].local or info.is_unix_only
-    sock = socket.socket(socket.AF_UNIX if local else own.family, socket.SOCK_STREAM)
+    seconds = deadline.within(_CONNECT_SECONDS).left
+    if KINDS[transport].local or info.is_unix_only:
+        return dial(socket.AF_UNIX, "\0" + info.unix, seconds)
+    target, source = own.target(info.address, info.port), own.target(own.address, 0)
     try:
-        sock.settimeout(max(min(deadline.remaining, _CONNECT_SECONDS), 1e-3))
-        if local:
-            sock.connect("\0" + info.unix)
-        else:
-            sock.bind(own.target(own.address, 0))
-            _connect_within(sock, own.target(info.address, info.port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _connect_within(sock: socket.socket, target: Target) -> None:
-    try:
-        sock.connect(target)
+        return dial(own.family, target, seconds, source)
     except TimeoutError as error:
-        raise OSError(errno.ETIMEDOUT, f"no answer in {sock.gettimeout():.2g} s") from error
+        raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.2g} s") from error
 
 
 def _has_ended(sock: socket.socket) -> bool:

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
@@ -42,6 +42,7 @@ from gradwire._bootstrap.keepalive import fail_with_host, host_timeout
 from gradwire._errors import TransportError
 from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Side, side_of, unpack_side
+from gradwire._host.interfaces import Target
 from gradwire._host.sealed_socket import SealedSocket
 from gradwire._host.user_namespace import stands_for_all_unmapped
 
@@ -155,6 +156,22 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
             raise ConnectionResetError("the other end closed the connection")
         data += part
     return data
+
+
+def dial(family: int, target: Any, seconds: float, source: Target | None = None) -> socket.socket:
+    """Connects within some seconds, over TCP from the `source`, if any; raises OSError."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        if source is not None:
+            sock.bind(source)
+        sock.connect(target)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def client_handshake(

@@ -28,6 +28,7 @@ from gradwire._bootstrap.handshake import (
     Purpose,
     SettingsError,
     client_handshake,
+    dial,
     receive,
 )
 from gradwire._errors import Error, InvalidArgument, RendezvousError
@@ -275,7 +276,8 @@ def _connect(
     while True:
         try:
             targets = address.resolve()  # all addresses that the host's name stands for, in turn
-            return _attempt(targets[turn % len(targets)], hello, secret, deadline)
+            sock = dial(*targets[turn % len(targets)], deadline.within(_ANSWER).left)
+            return client_handshake(sock, hello, secret, deadline)
         except SettingsError as error:
             raise RendezvousError(f"cannot use the store at {address}: {error}") from error
         except HandshakeError as error:
@@ -297,20 +299,3 @@ def _connect(
                 ) from error
         turn += 1
         pause.wait(min(_RETRY, deadline.remaining))
-
-
-def _attempt(
-    found: tuple[socket.AddressFamily, Any], hello: Hello, secret: bytes, deadline: Deadline
-) -> socket.socket:
-    family, target = found
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(max(deadline.within(_ANSWER).remaining, 1e-3))
-        sock.connect(target)
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock = client_handshake(sock, hello, secret, deadline)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

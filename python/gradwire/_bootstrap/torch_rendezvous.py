@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -27,6 +26,7 @@ from gradwire._bootstrap.advertised_store import (
     unpack_endpoint,
     unpack_place,
 )
+from gradwire._bootstrap.handshake import dial
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.rendezvous_exchange import await_rank
@@ -156,10 +156,7 @@ def warn_of_no_secret(carrier: str) -> None:
 def _require_alive(address: Address) -> None:
     """Raises TransportError where nobody listens any more at the address of rank 0's store."""
     try:
-        family, target = address.resolve()[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            probe.connect(target)
+        dial(*address.resolve()[0], 1.0).close()
     except ConnectionRefusedError as error:
         raise lost(0, f"the store at {address} is gone ({error})") from error
     except OSError:  # a busy one is not gone
