@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-BACKEND = "gradwire"
-DEVICES = ("cpu", "cuda")
+from gradwire._base.backend import BACKEND, DEVICES
 
 
 def register() -> None:
@@ -24,5 +23,6 @@ def register() -> None:
 
 def create(options: Any, backend_options: Any) -> Any:
     """Makes this rank's end of a process group; torch calls it on each of its ranks."""
-    groups = importlib.import_module("gradwire.torch.backend.creation")
-    return groups.create(options, backend_options)
+    from gradwire.torch.backend import creation
+
+    return creation.create(options, backend_options)

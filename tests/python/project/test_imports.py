@@ -35,7 +35,7 @@ MOST_MODULES = 45  # of a program that has only imported gradwire
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Every module of the package that a file imports, in functions and for types too."""
+    """Every module of the package that a file imports, in functions, for types and by text too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in MODULES)
@@ -47,6 +47,9 @@ def imports_of(path: Path) -> Iterator[str]:
                     yield full
                 elif node.module in MODULES:
                     yield node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            texts = {each.value for each in node.args if isinstance(each, ast.Constant)}
+            yield from texts & MODULES
 
 
 IMPORTS = {module: set(imports_of(path)) for module, path in PATHS.items()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire._autoload import BACKEND, DEVICES
+from gradwire._base.backend import BACKEND, DEVICES
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire.torch.backend import dispatcher, torch_functions, versions

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gradwire._autoload import BACKEND, DEVICES
 from gradwire._base.arguments import wrong
+from gradwire._base.backend import BACKEND, DEVICES
 from gradwire._errors import InvalidArgument
 from gradwire.torch.backend import versions
 from gradwire.torch.backend.options import Options

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire._autoload import DEVICES
+from gradwire._base.backend import DEVICES
 from gradwire._calls import on_gpu
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
