@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire import _core, _model
@@ -320,12 +319,7 @@ class Communicator(
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if kind is not None and not self.closed:
             self.abort(f"left its with block with {kind.__name__}: {error}")
         self.close()

@@ -138,8 +138,8 @@ def join(
             Deadline(limit),
         )
     except JobOver:
-        at_exit.note_late()
+        at_exit.note_join("late")
         raise
-    at_exit.note_joined()
+    at_exit.note_join("joined")
     joined._accepts_joins = True
     return joined

@@ -29,16 +29,10 @@ from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._communicator import Communicator, from_mesh
-from gradwire._errors import (
-    Aborted,
-    Error,
-    InvalidArgument,
-    RendezvousError,
-    Timeout,
-    TransportError,
-)
+from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import emulated_link
 from gradwire._launch import openmp
+from gradwire._launch.at_exit import CONSEQUENCES
 from gradwire._launch.reaping import children_are_kept
 from gradwire._launch.root_cause import describe_exit
 from gradwire._trace import session
@@ -48,11 +42,6 @@ CONNECT_GRACE_SECONDS = 10.0  # that a rank has to say itself why it could not c
 
 _PR_SET_PDEATHSIG = 1
 _CONNECTED = b""  # what a rank reports before its outcome
-_CONSEQUENCES = (
-    TransportError,
-    Timeout,
-    Aborted,
-)  # errors that a failure causes on the other ranks
 
 
 def spawn(
@@ -115,7 +104,7 @@ def _results(outcomes: list[_Outcome]) -> list[Any]:
     failures = [outcome for outcome in outcomes if outcome.error is not None]
     if not failures:
         return [outcome.value for outcome in sorted(outcomes, key=lambda each: each.rank)]
-    roots = [each for each in failures if not isinstance(each.error, _CONSEQUENCES)]
+    roots = [each for each in failures if not isinstance(each.error, CONSEQUENCES)]
     first = min(roots or failures, key=lambda each: each.at)
     assert first.error is not None
     raise first.error from SpawnedTraceback(f"on rank {first.rank}:\n{first.trace}".rstrip())

@@ -31,11 +31,8 @@ from gradwire._errors import Aborted, Error, InvalidArgument, Timeout, Transport
 
 _EXIT_SECONDS = 1.0  # for calls in flight when the interpreter ends
 _LEAST_SETTLE = 0.1  # seconds, after waiting for other communicators
-_CONSEQUENCES = (
-    TransportError,
-    Timeout,
-    Aborted,
-)  # errors that a rank's failure causes on the others
+# Errors that a rank's failure causes on the others.
+CONSEQUENCES = (TransportError, Timeout, Aborted)
 _MOST_TEXT = 400  # characters of an exception that are sent to the others
 
 _open: weakref.WeakSet[_Communicator] = weakref.WeakSet()
@@ -145,7 +142,7 @@ def _text(error: BaseException) -> str:
 
 def _is_consequence(error: BaseException | None) -> bool:
     """Whether an error follows, perhaps over others, from another rank's failure."""
-    while error is not None and not isinstance(error, _CONSEQUENCES):
+    while error is not None and not isinstance(error, CONSEQUENCES):
         error = error.__cause__ or error.__context__
     return error is not None
 
@@ -169,18 +166,14 @@ def note(error: str, *, is_consequence: bool, at: float | None = None) -> None:
     _write(path, fields)
 
 
-def note_joined() -> None:
-    """Writes the launcher a note that this process has joined, if the launcher asked for notes."""
+def note_join(how: str) -> None:
+    """Writes the launcher a note, if it asked for notes, that this process has "joined".
+
+    Or that it came "late": when the others were at the end.
+    """
     path = environment.text("GRADWIRE_EXIT_FILE")
     if path is not None:
-        _write(path, {"joined": os.getpid()})
-
-
-def note_late() -> None:
-    """Writes the launcher a note that this process came to join when the others were at the end."""
-    path = environment.text("GRADWIRE_EXIT_FILE")
-    if path is not None:
-        _write(path, {"late": os.getpid()})
+        _write(path, {how: os.getpid()})
 
 
 def _write(path: str, fields: dict[str, object]) -> None:

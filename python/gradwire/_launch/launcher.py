@@ -40,8 +40,7 @@ from gradwire._launch.reaping import children_are_kept
 from gradwire._launch.root_cause import (
     Failure,
     describe,
-    read_joined,
-    read_late,
+    read_joins,
     read_notes,
     root_cause,
 )
@@ -409,7 +408,7 @@ class _Launch:
         self._watcher.discard(process.pid)
         code = process.wait()
         del self._ranks[ended.rank]
-        if process.pid in read_late(self._read_notes()):
+        if process.pid in read_joins(self._read_notes(), "late"):
             return  # the others are at their end, and it is not started again
         self._succeeded = self._succeeded or code == 0
         if code == slots.REQUEUE and not self.keep_going:  # the others may still be saving
@@ -441,7 +440,7 @@ class _Launch:
 
     def _has_members(self) -> bool:
         """Whether a rank lives that others can join: one from the start, or that has joined."""
-        joined = read_joined(self._read_notes())
+        joined = read_joins(self._read_notes(), "joined")
         ranks = self._ranks.items()
         return any(self._begun[rank] == 1 or each.pid in joined for rank, each in ranks)
 

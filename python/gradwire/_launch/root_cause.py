@@ -45,21 +45,12 @@ def read_notes(data: bytes) -> dict[int, Note]:
     return found
 
 
-def read_joined(data: bytes) -> set[int]:
-    """The processes that have noted that they joined the others; see `at_exit.note_joined`."""
-    return _processes(data, "joined")
-
-
-def read_late(data: bytes) -> set[int]:
-    """The processes that came to join when the others were at the end; see `at_exit.note_late`."""
-    return _processes(data, "late")
-
-
-def _processes(data: bytes, what: str) -> set[int]:
+def read_joins(data: bytes, how: str) -> set[int]:
+    """The processes that "joined" the others, or came "late"; see `at_exit.note_join`."""
     found = set()
     for line in data.splitlines():
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            found.add(int(json.loads(line)[what]))
+            found.add(int(json.loads(line)[how]))
     return found
 
 
