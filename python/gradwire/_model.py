@@ -1,4 +1,4 @@
-"""The cost model behind algorithm="auto", and where models are saved.
+"""The cost model behind algorithm="auto", and where it is found.
 
 Rank 0's model counts. It is the file that GRADWIRE_MODEL names, or the one that `gradwire tune` has
 saved for these hosts, or the built-in values; rank 0 sends it to the others when they connect.
@@ -10,9 +10,7 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +31,7 @@ from gradwire._schedules.schedule import (
 VARIABLE = "GRADWIRE_MODEL"
 BUILT_IN = "default"  # as a value of the variable
 
-_FORMAT = 4  # in earlier formats parameters had other meanings
+FORMAT = 4  # in earlier formats parameters had other meanings
 _MOST_BYTES = 1 << 16  # of a file
 _log = logging.getLogger("gradwire")
 
@@ -61,7 +59,7 @@ class CostModel:
         Raises InvalidArgument for an unknown name or an impossible value.
         """
         self._core = _core.CostModel("shm", "tcp", usable_cores())
-        _set(self._core, parameters or {})
+        set_parameters(self._core, parameters or {})
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -177,15 +175,6 @@ def directory() -> Path:
     return root / "gradwire" / "models"
 
 
-def saved() -> list[Path]:
-    """All files of saved models; raises OSError where the cache cannot be read."""
-    try:
-        names = os.listdir(directory())
-    except FileNotFoundError:
-        return []
-    return sorted(directory() / name for name in names if name.endswith(".json"))
-
-
 def saved_for(hosts: HostSet) -> Path | None:
     """The file that is saved for these hosts; None without one.
 
@@ -218,7 +207,7 @@ def built_in(hosts: HostSet) -> _core.CostModel:
     model.set("sharing", hosts.sharing)
     if hosts.link is not None and (link := emulated_link.spec()) is not None:
         beta, latency = _core.link_costs(link)
-        _set(model, {"within.beta": beta, "within.latency": latency})
+        set_parameters(model, {"within.beta": beta, "within.latency": latency})
     return model
 
 
@@ -247,60 +236,14 @@ def read(path: Path, hosts: HostSet, *, exact: bool = False) -> _core.CostModel:
     Raises InvalidArgument, which names the file, if it cannot be read or is no model.
     """
     try:
-        found = _contents(path)
+        found = contents(path)
         if exact and found.get("hosts") != str(hosts):
             raise ValueError(f"it is of other hosts: {found.get('hosts')!r:.200}")
         model = built_in(hosts)
-        _set(model, found.get("parameters"))
+        set_parameters(model, found.get("parameters"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} holds no cost model: {error}") from error
     return model
-
-
-def describe(path: Path) -> tuple[str, bool, str]:
-    """A file's name, whether it is a model, and for which hosts, or why not; for messages."""
-    try:
-        found = _contents(path)
-        _set(_core.CostModel("shm", "tcp", 1), found.get("parameters"))
-    except (OSError, ValueError, RecursionError) as error:
-        return path.name, False, f"because {error}"
-    return path.name, True, f"{found.get('hosts')!s:.120}, {found.get('made')!s:.40}"
-
-
-def make_place(hosts: HostSet, path: Path | None = None) -> Path:
-    """Makes the folder of a model to be saved; returns the file's path.
-
-    Raises InvalidArgument where no file can be made there.
-    """
-    try:
-        path = path or hosts.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise InvalidArgument(
-            f"cannot save a cost model in {path or 'the cache'} ({error}): give another file by "
-            f"`gradwire tune --output FILE`, and later by {VARIABLE}"
-        ) from error
-
-
-def save(model: CostModel, hosts: HostSet, path: Path | None = None) -> Path:
-    """Saves a model, atomically, where `find` looks or in `path`; returns the path.
-
-    Raises InvalidArgument, as `make_place` does, for a place that cannot be written.
-    """
-    path = make_place(hosts, path)
-    kept = _saved_before(path, hosts).get("gpus")
-    return _write(path, hosts, model.parameters, {} if kept is None else {"gpus": kept})
-
-
-def save_for_gpus(model: CostModel, links: str, hosts: HostSet, path: Path | None = None) -> Path:
-    """Saves the model of these hosts' GPUs, by their way of messages, beside that of their CPUs."""
-    path = make_place(hosts, path)
-    kept = _saved_before(path, hosts)
-    gpus = kept.get("gpus")
-    gpus = {**(gpus if isinstance(gpus, dict) else {}), links: model.parameters}
-    return _write(path, hosts, kept.get("parameters", built_in(hosts).parameters), {"gpus": gpus})
 
 
 def find_for_gpus(hosts: HostSet, links: str) -> _core.CostModel | None:
@@ -313,7 +256,7 @@ def find_for_gpus(hosts: HostSet, links: str) -> _core.CostModel | None:
     if path is None:
         return None
     try:
-        found = _contents(path).get("gpus", {})
+        found = contents(path).get("gpus", {})
         if isinstance(found, dict) and links in found:
             return for_gpus(found[links])
         if given is not None:
@@ -341,36 +284,8 @@ def _warn_of_no_gpus(path: Path, links: str) -> None:
 def for_gpus(parameters: object) -> _core.CostModel:
     """The built-in model of GPUs with these parameters; raises InvalidArgument for others."""
     model = _core.gpu_model()
-    _set(model, parameters)
+    set_parameters(model, parameters)
     return model
-
-
-def _saved_before(path: Path, hosts: HostSet) -> dict[str, Any]:
-    """The contents of a file of these hosts; none where it is no such file."""
-    try:
-        found = _contents(path)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if found.get("hosts") == str(hosts) else {}
-
-
-def _write(path: Path, hosts: HostSet, parameters: Any, more: Mapping[str, Any]) -> Path:
-    text = {
-        "gradwire_cost_model": _FORMAT,
-        "hosts": str(hosts),
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "parameters": parameters,
-        **more,
-    }
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        json.dump(text, file, indent=2)
-        file.write("\n")
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise
-    return path
 
 
 def pack(model: _core.CostModel) -> bytes:
@@ -382,7 +297,7 @@ def unpack(data: bytes) -> _core.CostModel:
     """Decodes rank 0's model; raises RendezvousError for anything else."""
     try:
         model = _core.CostModel("shm", "tcp", 1)
-        _set(model, _object(data))
+        set_parameters(model, _object(data))
     except (ValueError, RecursionError) as error:
         raise RendezvousError(
             f"rank 0 sent no cost model ({error}): another gradwire version?"
@@ -390,10 +305,11 @@ def unpack(data: bytes) -> _core.CostModel:
     return model
 
 
-def _contents(path: Path) -> dict[str, Any]:
+def contents(path: Path) -> dict[str, Any]:
+    """The fields of a file of models; raises OSError, ValueError or RecursionError for others."""
     with open(path, "rb", opener=_open_at_once) as file:
         found = _object(file.read(_MOST_BYTES + 1))
-    if found.get("gradwire_cost_model") != _FORMAT:
+    if found.get("gradwire_cost_model") != FORMAT:
         raise ValueError("it is not of this version's format")
     return found
 
@@ -407,7 +323,8 @@ def _object(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _set(model: _core.CostModel, parameters: object) -> None:
+def set_parameters(model: _core.CostModel, parameters: object) -> None:
+    """Sets parameters of a model by their names; raises InvalidArgument for what are none."""
     if not isinstance(parameters, Mapping):
         raise InvalidArgument("cost model: there are no parameters")
     for name, value in parameters.items():

@@ -18,6 +18,7 @@ from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, find_secret
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import cuda, emulated_link, encryption, interfaces, transport_kinds
+from gradwire.lab.tuning import saving
 
 _TORCH_AT_LEAST = (2, 4)
 _VERBS_LIMIT = 64 << 20  # bytes; registered staging of a small job
@@ -115,12 +116,12 @@ def _cost_models() -> Iterator[Check]:
         yield Check("cost models", _model.VARIABLE, None, given)
         return
     try:
-        saved = _model.saved()
+        saved = saving.saved()
     except OSError as error:
         yield Check("cost models", "cache", False, f"because {error}: built-in values are used")
         return
     for path in saved:
-        name, ok, detail = _model.describe(path)
+        name, ok, detail = saving.describe(path)
         yield Check("cost models", name, ok, detail)
     if not saved:
         yield Check("cost models", "none saved", None, "built-in values; `gradwire tune` measures")

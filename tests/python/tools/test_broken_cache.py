@@ -14,6 +14,7 @@ import pytest
 from gradwire import InvalidArgument, _model
 from gradwire._model import HostSet
 from gradwire._tools import doctor
+from gradwire.lab.tuning import saving
 from ranks import LIMIT
 
 HOSTS = HostSet((("one", 2),), "shm", "tcp")
@@ -103,7 +104,7 @@ def test_tune_says_so_before_it_measures(broken_home: str):
 def test_tune_saves_in_a_given_file(tmp_path: Path):
     ended = gradwire("tune", "--seconds", "0.1", "-o", str(tmp_path / "model.json"))
     assert ended.returncode == 0, ended.stderr
-    assert _model.describe(tmp_path / "model.json")[1]
+    assert saving.describe(tmp_path / "model.json")[1]
 
 
 @pytest.mark.usefixtures("no_home")
@@ -117,4 +118,4 @@ def test_a_user_without_a_home(caplog: pytest.LogCaptureFixture):
     assert told.ok is False
     assert "HOME is not set" in told.detail
     with pytest.raises(InvalidArgument, match=r"the cache \(HOME is not set.*--output FILE"):
-        _model.make_place(HOSTS)
+        saving.make_place(HOSTS)

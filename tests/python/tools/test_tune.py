@@ -24,6 +24,7 @@ from gradwire import (
     _model,
 )
 from gradwire._model import HostSet
+from gradwire.lab.tuning import saving
 from gradwire.lab.tuning.fit import Fit, Timing, _cases
 from gradwire.lab.tuning.measure import Case
 from ranks import LIMIT, run
@@ -60,7 +61,7 @@ def write(path: Path, contents: Any) -> Path:
 
 def test_a_saved_model_is_found_for_its_hosts_alone():
     model = CostModel(OTHER)
-    path = _model.save(model, HOSTS)
+    path = saving.save(model, HOSTS)
     assert path == HOSTS.path
     found, source = _model.find(HOSTS)
     assert (_model.wrap(found), source) == (model, str(path))
@@ -71,8 +72,8 @@ def test_a_saved_model_is_found_for_its_hosts_alone():
 
 
 def test_the_variable_names_a_file_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _model.save(CostModel(), HOSTS)
-    elsewhere = _model.save(CostModel(OTHER), HOSTS, tmp_path / "mine.json")
+    saving.save(CostModel(), HOSTS)
+    elsewhere = saving.save(CostModel(OTHER), HOSTS, tmp_path / "mine.json")
     monkeypatch.setenv(_model.VARIABLE, str(elsewhere))
     assert _model.wrap(_model.find(HOSTS)[0]) == CostModel(OTHER)
     monkeypatch.setenv(_model.VARIABLE, "default")
@@ -111,7 +112,7 @@ def parameters(comm: Communicator) -> list[dict[str, float]]:
 
 
 def test_all_ranks_have_rank_0s_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = _model.save(CostModel(OTHER), HOSTS, tmp_path / "mine.json")
+    path = saving.save(CostModel(OTHER), HOSTS, tmp_path / "mine.json")
     monkeypatch.setenv(_model.VARIABLE, str(path))
     told = gradwire.spawn(parameters, 3, timeout=60)
     assert told == [[told[0][0]] * 2] * 3

@@ -18,7 +18,7 @@ from gradwire._init import init
 from gradwire._launch import launcher
 from gradwire._model import CostModel, HostSet
 from gradwire.lab.commands.progress import progress_bar
-from gradwire.lab.tuning import gpus
+from gradwire.lab.tuning import gpus, saving
 from gradwire.lab.tuning.fit import Progress, Timing, tune
 
 SECONDS = 10.0
@@ -57,7 +57,7 @@ def _run_ranks(options: argparse.Namespace) -> int:
         hosts = host_set(comm._mesh)
         output = None if options.output is None else Path(options.output)
         if comm.rank == 0:
-            _model.make_place(hosts, output)  # raises before the time of a measurement is spent
+            saving.make_place(hosts, output)  # raises before the time of a measurement is spent
         bar = progress_bar if comm.rank == 0 and sys.stderr.isatty() else None
         core, timings, links = _measure(comm, options, hosts, bar)
         if comm.rank == 0:
@@ -65,9 +65,9 @@ def _run_ranks(options: argparse.Namespace) -> int:
                 bar(1.0, "")
             model = _model.wrap(core)
             if links is None:
-                path = _model.save(model, hosts, output)
+                path = saving.save(model, hosts, output)
             else:
-                path = _model.save_for_gpus(model, links, hosts, output)
+                path = saving.save_for_gpus(model, links, hosts, output)
             what = f"GPUs of {hosts}, their messages by {links}" if links else str(hosts)
             print(_as_json(what, model, timings) if options.json else _report(what, timings))
             print(f"saved in {path}", file=sys.stderr if options.json else sys.stdout)
