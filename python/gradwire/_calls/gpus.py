@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from gradwire import _core, _model
 from gradwire._arrays import cuda_arrays
 from gradwire._arrays.operands import Operand
 from gradwire._base import environment
+from gradwire._base.deadline import Deadline
 from gradwire._base.group import Group
 from gradwire._bootstrap.agreed_model import host_set
+from gradwire._bootstrap.groups.split import gather_bytes
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._errors import Error, InvalidArgument
@@ -33,10 +33,6 @@ from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda, encryption
 
 LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
-_INFO_BYTES = 1024
-_LENGTH_BYTES = 4
-_ID_BYTES = 128  # of NCCL
-_MODEL_BYTES = 1 << 14
 
 _loopbacks: weakref.WeakValueDictionary[str, _core.CudaLoopback] = weakref.WeakValueDictionary()
 _lock = threading.Lock()  # guards _loopbacks
@@ -275,12 +271,9 @@ class Gpu:
     ) -> _core.CudaMessages:
         """Messages among `ranks`, the first of which makes the id; every rank calls it."""
         search = cuda.nccl_wheels()
-        own = np.zeros(_ID_BYTES, np.uint8)
-        if communicator.rank == ranks[0]:
-            own[:] = np.frombuffer(_core.CudaMessages.nccl_id(search), np.uint8)
-        ids = communicator.all_gather(own).reshape(communicator.size, _ID_BYTES)
+        own = _core.CudaMessages.nccl_id(search) if communicator.rank == ranks[0] else b""
         return _core.CudaMessages.nccl(
-            ids[ranks[0]].tobytes(),
+            gather_bytes(communicator, own, Deadline(timeout))[ranks[0]],
             list(ranks).index(communicator.rank),
             len(ranks),
             self.device,
@@ -312,18 +305,15 @@ def _gpu_info(device: int) -> _GpuInfo:
 
 def _exchange_infos(communicator: _Communicator, info: _GpuInfo) -> list[_GpuInfo]:
     """All ranks' information, by rank."""
-    infos = _all_gather(communicator, json.dumps(info).encode(), _INFO_BYTES)
+    infos = gather_bytes(communicator, json.dumps(info).encode(), Deadline(communicator._timeout))
     return [_GpuInfo(*json.loads(each)) for each in infos]
 
 
 def _agreed_model(communicator: _Communicator, links: str) -> _core.CostModel | None:
     """Rank 0's model of the GPUs; None for the built-in one. Raises what rank 0 found wrong."""
-    room = np.zeros(_MODEL_BYTES, np.uint8)
-    if communicator.rank == 0:
-        text = json.dumps(_own_model(communicator, links)).encode()
-        room[: len(text)] = np.frombuffer(text, np.uint8)
-    communicator.broadcast(room)
-    wrong, parameters = json.loads(room.tobytes().rstrip(b"\0"))
+    own = json.dumps(_own_model(communicator, links)).encode() if communicator.rank == 0 else b""
+    found = gather_bytes(communicator, own, Deadline(communicator._timeout))
+    wrong, parameters = json.loads(found[0])
     if wrong:
         raise InvalidArgument(wrong)
     return None if parameters is None else _model.for_gpus(parameters)
@@ -334,22 +324,8 @@ def _own_model(communicator: _Communicator, links: str) -> tuple[str, dict[str, 
     try:
         found = _model.find_for_gpus(host_set(communicator._mesh), links)
     except InvalidArgument as error:
-        return str(error)[:_INFO_BYTES], None
+        return str(error), None
     return "", None if found is None else found.parameters
-
-
-def _all_gather(communicator: _Communicator, text: bytes, most: int) -> list[bytes]:
-    """All ranks' bytes, by rank, of which what is beyond `most` is lost."""
-    own = np.zeros(most + _LENGTH_BYTES, np.uint8)
-    text = text[:most]
-    own[:_LENGTH_BYTES] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-    own[_LENGTH_BYTES : _LENGTH_BYTES + len(text)] = np.frombuffer(text, np.uint8)
-    rows = communicator.all_gather(own).reshape(communicator.size, len(own))
-    lengths = [int.from_bytes(each[:_LENGTH_BYTES].tobytes(), "little") for each in rows]
-    return [
-        each[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
-        for each, length in zip(rows, lengths, strict=True)
-    ]
 
 
 def _choose_links(infos: Sequence[_GpuInfo]) -> str:

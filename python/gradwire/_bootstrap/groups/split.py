@@ -51,12 +51,12 @@ def connect(
     Job, interface, cost model and progress thread are those of the communicator's own `mesh`.
     """
     if len(group) < 2:  # it connects to nobody, but the other groups' exchange needs its part
-        _gather_bytes(comm, b"", deadline)
+        gather_bytes(comm, b"", deadline)
     if name is None:
         return None
 
     def exchange(own: bytes, until: Deadline) -> list[bytes]:
-        addresses = _gather_bytes(comm, own, until)
+        addresses = gather_bytes(comm, own, until)
         return [addresses[rank] for rank in group]
 
     made = connect_mesh(
@@ -75,9 +75,9 @@ def connect(
     return made
 
 
-def _gather_bytes(comm: Group, data: bytes, deadline: Deadline) -> list[bytes]:
+def gather_bytes(comm: Group, data: bytes, deadline: Deadline) -> list[bytes]:
     """All ranks' bytes, in rank order."""
-    timeout = max(deadline.remaining, 1e-3)
+    timeout = deadline.left
     own = np.frombuffer(data, np.uint8)
     sizes = comm.all_gather(np.array([own.size], np.int64), timeout=timeout)
     blobs = [np.empty(size, np.uint8) for size in sizes.tolist()]
