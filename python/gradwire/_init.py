@@ -25,7 +25,9 @@ def init(
     elastic: bool = False,
     stops: bool = False,
 ) -> Communicator:
-    """Connects this rank to all others; returns the communicator. Every rank calls it as often.
+    """Connects this rank to all others; returns the communicator.
+
+    Every rank must call `init` the same number of times.
 
     Rank and size come from the environment that torchrun, `gradwire run`, mpirun or srun sets;
     without any of them there is one rank. To give them explicitly, give both and a `store`:

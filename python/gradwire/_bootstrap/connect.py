@@ -80,10 +80,9 @@ def connect_mesh(
     `communicator` (32 bits) differs between a job's communicators and is the same on its ranks.
     `raise_if_peer_failed(seconds)` raises when another rank has given up, or does so within these
     seconds; it is called now and then while this rank waits. `lost_peer_error(rank, text)` makes
-    the error for a rank whose sockets end without a reported failure; by default one that does not
-    take it to be dead. `job_ranks` are the members'
-    numbers in the job, where those differ. Raises RendezvousError, which names the ranks that are
-    missing at the deadline.
+    the error for a rank whose sockets end without a reported failure; the default does not say that
+    the rank is dead. `job_ranks` are the members' numbers in the job, where those differ. Raises
+    RendezvousError, which names the ranks that are missing at the deadline.
     """
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     mesh.job_ranks = tuple(job_ranks)

@@ -166,7 +166,7 @@ class JoinListener:
         self._thread.start()
 
     def announce(self, store: str | None = None) -> None:
-        """Has the thread write the entry into the store; it serves one if there is none."""
+        """Has the thread write the entry into the store, which it serves itself if nobody does."""
         with self._lock:
             self._store, self._renew = store, Deadline(0.0)
             if not self._closing:
@@ -188,7 +188,7 @@ class JoinListener:
         self._request_resize()
 
     def take(self, most: int) -> list[Joiner]:
-        """Gives away up to `most` joiners, in the order in which they asked."""
+        """Hands over up to `most` joiners, in the order in which they asked."""
         with self._lock:
             taken, self._joiners = self._joiners[:most], self._joiners[most:]
             self._backoff.note_taken(len(taken))
@@ -347,10 +347,10 @@ class JoinListener:
 
 
 class Backoff:
-    """The time in which joiners may not stop the steps, after one that fell silent in a resize.
+    """A pause in which joiners cannot request a resize, after one fell silent in a resize.
 
-    Such a one costs the ranks five seconds: the pause is so long that they lose 5 % of the time at
-    most, and longer each time.
+    A silent joiner costs the ranks five seconds. The pause keeps that below 5 % of the time, and
+    grows with each silent joiner.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -364,7 +364,7 @@ class Backoff:
         return max(0.0, self._until - self._clock())
 
     def note_taken(self, joiners: int) -> None:
-        """Begins to count the time of a resize with so many more joiners."""
+        """Starts the clock of a resize that takes so many more joiners."""
         if joiners and not self._taken:
             self._since = self._clock()
         self._taken += joiners
@@ -372,7 +372,7 @@ class Backoff:
     def note_joined(self, joiners: int, *, lost_rank: bool = False) -> None:
         """Ends a resize in which so many of them joined.
 
-        One that lost a rank, and may have waited for it, took no time for joiners.
+        The time of a resize that lost a rank does not count: it may have waited for that rank.
         """
         taken, self._taken = self._taken, 0
         if lost_rank or not taken:

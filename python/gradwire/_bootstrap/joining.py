@@ -7,11 +7,11 @@ the leader of the resize tells it, by JSON in the messages of `survivor_links`:
     leader  ADDRESS  Addresses: those of all members   joiner  READY    once it is connected
     leader  DONE     it is in                          joiner  DONE     it knows
 
-Each has the view of the attempt that it is about. A new INVITE begins another attempt. Whenever the
-link ends before it is in, it asks again, until the time is over. Members that try to connect to it
-wait meanwhile: so if that was in vain, it lets them work for as long as all its attempts took. When
-the members have closed their communicator, they say so, and it gives up, unless some of them turn
-out to go on.
+Each message has the view of its attempt; a new INVITE begins another attempt. When the link ends
+before the joiner is in, the joiner asks again, until its time is over. Members do not train while
+they connect to it: after attempts that failed it waits for as long as all of them took before it
+asks again. When the members have closed their communicator, they say so, and the joiner gives up,
+unless some of them go on.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def rendezvous(
 ) -> _Made:
     """Connects to the other ranks of `launch`; returns `make(mesh)`.
 
-    Every rank calls it, equally often. Until `make` has returned on all ranks, raises
+    Every rank must call it the same number of times. Until `make` has returned on all ranks, raises
     TransportError when a rank is lost, and RendezvousError, which names the ranks that are missing
     after `timeout` seconds or the rank that gave up, or says what the system refuses.
     """

@@ -351,9 +351,9 @@ class Agreement(Generic[Made]):
             raise self._excluded_by(min(leavers))
 
     def _await_confirmations(self, whom: Callable[[], set[int]]) -> None:
-        """Listens to those that are still connected; longer to ranks that left this one out.
+        """Waits for DONE of `whom()`, while they are connected.
 
-        These are either still to be done with its view, or end their links.
+        It waits longer for ranks that left this one out, which finish its view or end their links.
         """
         limit = Deadline(_DONE_SECONDS)
         while waiting := whom() & self._links.peers:

@@ -131,10 +131,10 @@ def parse_address(url: str, *, any_port: bool = False) -> Address:
 class StoreClient:
     """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
-    `lost_error` makes the error for a server that is gone. The constructor waits for a server that
-    is not there yet; with `listens` it is known to be there, so one that refuses is gone too. One
-    that does not answer within `margin` seconds, beyond the time to wait, is lost. `rank` is for
-    the ranks of a rendezvous: what keeps one of them from the store ends it for all.
+    `lost_error` makes the error for a server that is gone. The constructor waits until there is a
+    server; with `listens` there has been one, and a refused connection means that it is gone. A
+    server is lost when it answers `margin` seconds late. Ranks of a rendezvous give their `rank`:
+    settings that keep one of them from the store end the rendezvous of all.
     """
 
     def __init__(
