@@ -12,6 +12,7 @@ import sys
 import atheris
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake
+from gradwire._bootstrap.authenticator import Authenticator
 from instrument import cover
 
 SECRET = b"0123456789abcdef"
@@ -27,7 +28,7 @@ def expect(hello: handshake.Hello, _: socket.socket) -> None:
 def to_a_listener(data: bytes) -> None:
     """Nobody gets in without the secret, and the authenticator forgets whoever tried."""
     stranger, ours = socket.socketpair()
-    authenticator = handshake.Authenticator([], "job", SECRET, expect)
+    authenticator = Authenticator([], "job", SECRET, expect)
     authenticator.begin_handshake(ours, "fuzz")
     with stranger:
         for at in range(0, len(data), 32):

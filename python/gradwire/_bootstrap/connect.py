@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
+from gradwire._bootstrap.authenticator import BACKLOG, Admitted, Authenticator
 from gradwire._bootstrap.handshake import (
-    BACKLOG,
-    Admitted,
-    Authenticator,
     HandshakeError,
     Hello,
     Purpose,

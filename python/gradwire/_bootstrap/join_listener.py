@@ -32,15 +32,9 @@ from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
+from gradwire._bootstrap.authenticator import Authenticator, refusals
 from gradwire._bootstrap.connect import listen
-from gradwire._bootstrap.handshake import (
-    Authenticator,
-    HandshakeError,
-    Hello,
-    Purpose,
-    job_digest,
-    refusals,
-)
+from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, job_digest
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, secret_of_store
 from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info
 from gradwire._bootstrap.store import Address, StoreClient, parse_address

@@ -18,14 +18,8 @@ from typing import Any
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.handshake import (
-    BACKLOG,
-    Authenticator,
-    HandshakeError,
-    Hello,
-    Purpose,
-    refusals,
-)
+from gradwire._bootstrap.authenticator import BACKLOG, Authenticator, refusals
+from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.store import (
     ANSWER,
     MAX_KEY,

@@ -20,18 +20,16 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
+from gradwire._bootstrap.authenticator import Admitted, Authenticator, refusals
 from gradwire._bootstrap.connect import listen, open_socket
 from gradwire._bootstrap.handshake import (
     LIMIT_SECONDS,
-    Admitted,
-    Authenticator,
     HandshakeError,
     Hello,
     Purpose,
     SettingsError,
     client_handshake,
     receive,
-    refusals,
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.mesh import AddressInfo, Job, choose_transport

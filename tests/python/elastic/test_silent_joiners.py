@@ -68,7 +68,7 @@ def test_others_are_told_to_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_crowd_of_silent_joiners_evicts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "MAX_PENDING", 2)
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.MAX_PENDING", 2)
     with opened() as (comm, listener), contextlib.ExitStack() as silent:
         first = silent.enter_context(asked_by(comm, listener, b""))
         for _ in range(3):

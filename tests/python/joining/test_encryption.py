@@ -21,14 +21,8 @@ from elastic_job import Process
 from gradwire import _core, serve
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import connect, handshake, joining
-from gradwire._bootstrap.handshake import (
-    Authenticator,
-    HandshakeError,
-    Hello,
-    Purpose,
-    RefusalLog,
-    client_handshake,
-)
+from gradwire._bootstrap.authenticator import Authenticator, RefusalLog
+from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, client_handshake
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._bootstrap.store import NO_RANK, Address, StoreClient
@@ -108,7 +102,7 @@ def test_a_side_that_is_none_is_refused(foreign: bytes) -> None:
 
 @pytest.fixture
 def authenticator(monkeypatch: pytest.MonkeyPatch) -> Authenticator:
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
     monkeypatch.setenv("GRADWIRE_ENCRYPTION", "on")
     return Authenticator([], "job", SECRET, lambda hello, sock: None)
 

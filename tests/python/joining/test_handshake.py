@@ -20,13 +20,11 @@ import pytest
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake
+from gradwire._bootstrap.authenticator import MAX_PENDING, Admitted, Authenticator, RefusalLog
 from gradwire._bootstrap.handshake import (
-    Admitted,
-    Authenticator,
     HandshakeError,
     Hello,
     Purpose,
-    RefusalLog,
     client_handshake,
     unpack_hello,
 )
@@ -39,7 +37,7 @@ HELLO = Hello("job", Purpose.CONTROL, communicator=3, epoch=1, source=2, target=
 @pytest.fixture(autouse=True)
 def fresh_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test's strangers are kept quiet by an earlier one's."""
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
 
 
 class Listener:
@@ -166,7 +164,7 @@ def test_noise_gives_the_published_messages() -> None:
 
 def test_strangers_have_five_seconds_and_sixty_four_places() -> None:
     assert handshake.LIMIT_SECONDS == 5
-    assert handshake.MAX_PENDING == 64
+    assert MAX_PENDING == 64
 
 
 def test_another_secret_is_refused_on_both_sides(listener: Listener) -> None:
@@ -417,20 +415,20 @@ def test_a_thousand_strangers_keep_no_rank_out(listener: Listener) -> None:
             if number % 100 == 50:
                 join(listener)
     listener.wait_for(lambda: len(listener.admitted) == 10)
-    assert listener.pending_most <= handshake.MAX_PENDING
+    assert listener.pending_most <= MAX_PENDING
 
 
 def test_a_crowd_evicts_its_own() -> None:
     authenticator = Authenticator([], "job", SECRET, expect_hello)
     with ExitStack() as stack:
-        ends = [socket.socketpair() for _ in range(handshake.MAX_PENDING + 20)]
+        ends = [socket.socketpair() for _ in range(MAX_PENDING + 20)]
         for ours, theirs in ends:
             stack.enter_context(ours)
             address = "192.0.2.1" if ours is ends[0][0] else "192.0.2.66"
             authenticator.begin_handshake(theirs, address)
-        assert authenticator.pending == handshake.MAX_PENDING
+        assert authenticator.pending == MAX_PENDING
         assert [theirs.fileno() == -1 for _, theirs in ends] == (
-            [False] + [True] * 20 + [False] * (handshake.MAX_PENDING - 1)
+            [False] + [True] * 20 + [False] * (MAX_PENDING - 1)
         )
         authenticator.close()
 

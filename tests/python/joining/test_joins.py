@@ -22,8 +22,9 @@ from gradwire import Communicator
 from gradwire._base.deadline import Deadline
 from gradwire._base.environment import VARIABLES
 from gradwire._bootstrap import handshake
+from gradwire._bootstrap.authenticator import RefusalLog
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.handshake import Hello, Purpose, RefusalLog, client_handshake, receive
+from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, receive
 from gradwire._bootstrap.host_info import pack_host_info, unpack_host_info
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo
@@ -51,7 +52,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_and_fresh_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
     monkeypatch.setattr(handshake, "LIMIT_SECONDS", 2.0)  # silent strangers go sooner
 
 

@@ -13,15 +13,14 @@ import pytest
 from elastic_job import SECRET
 from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import handshake
+from gradwire._bootstrap.authenticator import RefusalLog
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
-from gradwire._bootstrap.handshake import RefusalLog
 from ranks import reserved_store
 
 
 @pytest.fixture(autouse=True)
 def alone(bare_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
 
 
 def init_over_tcp(store: str) -> None:

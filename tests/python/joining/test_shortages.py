@@ -20,8 +20,8 @@ from elastic_job import Process
 from gradwire import serve
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import raise_limit
-from gradwire._bootstrap import connect, handshake
-from gradwire._bootstrap.handshake import RefusalLog
+from gradwire._bootstrap import connect
+from gradwire._bootstrap.authenticator import RefusalLog
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import RendezvousError
@@ -32,7 +32,7 @@ SECRET = "0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
 
 
 def take_descriptors(but: int = 0) -> list[int]:

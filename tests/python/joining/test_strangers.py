@@ -19,11 +19,11 @@ from agent import agents_store, rank_of_agent
 from elastic_job import SECRET, elastic_job, has, train
 from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import handshake, join_listener, torch_rendezvous
+from gradwire._bootstrap import join_listener, torch_rendezvous
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
+from gradwire._bootstrap.authenticator import Authenticator, RefusalLog
 from gradwire._bootstrap.connect import connect_mesh, listen
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
-from gradwire._bootstrap.handshake import Authenticator, RefusalLog
 from gradwire._bootstrap.join_listener import ListenerEntry, entry_key, unpack_entry
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh
@@ -46,7 +46,7 @@ as_another_user = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def alone(bare_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "refusals", RefusalLog())
+    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
 
 
 @pytest.fixture
