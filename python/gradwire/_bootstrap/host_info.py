@@ -8,8 +8,10 @@ import os
 import secrets
 import socket
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from gradwire._base.texts import read_fields
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES
 from gradwire._errors import RendezvousError
 
@@ -57,18 +59,15 @@ def pack_host_info(rank: int, question: bytes | None, reached: str) -> bytes:
 
 def unpack_host_info(data: bytes, rank: int) -> dict[str, Any]:
     """Decodes a rank's host information; raises RendezvousError for anything else."""
+    job: dict[str, type] = {"job": str} if rank == 0 else {}
     try:
-        info: dict[str, Any] = json.loads(data)
-        fields: dict[str, type] = {"host": str, "reached": str}
-        if rank == 0:
-            fields["job"] = str
-        question = info["question"]
-        info["question"] = None if question is None else bytes.fromhex(question)
-        fields["question"] = type(info["question"])
-        if question is not None and len(info["question"]) != QUESTION_BYTES:
-            raise ValueError
-        if {key: type(info[key]) for key in info} == fields:
-            return info
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    raise RendezvousError(f"rank {rank} sent no host information: another gradwire version?")
+        info = read_fields(data, host=str, reached=str, question=(str, NoneType), **job)
+        if info["question"] is not None:
+            info["question"] = bytes.fromhex(info["question"])
+            if len(info["question"]) != QUESTION_BYTES:
+                raise ValueError("its question is of another length")
+    except ValueError:
+        raise RendezvousError(
+            f"rank {rank} sent no host information: another gradwire version?"
+        ) from None
+    return info

@@ -26,11 +26,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
+from gradwire._base.texts import read_fields
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import Authenticator, refusals
 from gradwire._bootstrap.connect import listen
@@ -93,13 +94,10 @@ def unpack_entry(data: bytes, job: str, secret: bytes) -> ListenerEntry:
             "secret here, or a stranger writes into the store"
         )
     try:
-        found: Any = json.loads(body)
-        epoch, membership, over = found["epoch"], found["membership"], found["over"]
-        if type(epoch) is not int or type(membership) is not int or type(over) is not bool:
-            raise TypeError
-        address = unpack_address_info(found["address"].encode(), 0)
-        return ListenerEntry(job, secret, address, epoch, membership, over)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        found = read_fields(body, address=str, epoch=int, membership=int, over=bool)
+        address = unpack_address_info(found.pop("address").encode(), 0)
+        return ListenerEntry(job, secret, address, **found)
+    except ValueError:
         raise RendezvousError(
             "the store does not say where to join: another gradwire version?"
         ) from None

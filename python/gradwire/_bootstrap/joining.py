@@ -23,10 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from types import NoneType
 from typing import Generic
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import raise_limit
+from gradwire._base.texts import read_fields
 from gradwire._bootstrap.connect import connect_mesh, open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.host_info import host_identity
@@ -51,7 +53,6 @@ from gradwire._bootstrap.survivor_links import (
     SurvivorLinks,
     View,
     unpack_addresses,
-    unpack_object,
 )
 from gradwire._bootstrap.through_torch.torch_store import connect_by_url
 from gradwire._errors import Error, JobOver, RendezvousError, describe
@@ -122,20 +123,15 @@ class Invitation:
 
 def unpack_invitation(data: bytes) -> Invitation:
     """Decodes a leader's invitation; raises ValueError for anything else."""
-    fields = unpack_object(data)
-    numbers = [fields.get(name) for name in ("rank", "size", "communicator", "epoch", "joined")]
-    if not all(type(each) is int and 0 <= each < 1 << 32 for each in numbers):
-        raise ValueError("a number in it is missing or out of range")
-    if not 0 <= fields["rank"] < fields["size"] < MAX_NUMBER:
+    counts = dict.fromkeys(("rank", "size", "communicator", "epoch", "joined"), int)
+    fields = read_fields(data, **counts, seconds=(float, int), model=(str, NoneType))
+    if not all(0 <= fields[name] < 1 << 32 for name in counts):
+        raise ValueError("a number in it is out of range")
+    if not fields["rank"] < fields["size"] < MAX_NUMBER:
         raise ValueError("its rank is not within its size")
-    if not isinstance(fields.get("seconds"), float | int) or not 0 < fields["seconds"] < 1e6:
-        raise ValueError("its time is missing or out of range")
-    if not isinstance(fields.get("model"), str | None):
-        raise ValueError("its model is no text")
-    try:
-        return Invitation(**fields)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    if not 0 < fields["seconds"] < 1e6:
+        raise ValueError("its time is out of range")
+    return Invitation(**fields)
 
 
 def join(options: JoinOptions, make: Callable[[Mesh, float], Made], deadline: Deadline) -> Made:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from gradwire import _core
+from gradwire._base.texts import read_fields
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import LOOPBACK, Choice
@@ -163,17 +164,15 @@ def unpack_address_info(data: bytes, rank: int) -> AddressInfo:
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError("it is too long")
-        return _read_address_info(json.loads(data))
-    except (ValueError, RecursionError) as error:
+        return _read_address_info(read_fields(data, **_FIELDS))
+    except ValueError as error:
         raise RendezvousError(
             f"rank {rank} published no address information ({error}): another gradwire version?"
         ) from None
 
 
-def _read_address_info(found: Any) -> AddressInfo:
+def _read_address_info(found: dict[str, Any]) -> AddressInfo:
     """Checks that all values can be connected to and printed; raises ValueError otherwise."""
-    if not isinstance(found, dict) or {key: type(found[key]) for key in found} != _FIELDS:
-        raise ValueError("it has other fields")
     texts = [each for each in found.values() if isinstance(each, str)]
     texts += found["transports"] + found["networks"]
     if not all(_is_plain(each) for each in texts):

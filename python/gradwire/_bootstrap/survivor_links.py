@@ -18,9 +18,10 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradwire import _core
+from gradwire._base.texts import read_fields
 from gradwire._errors import RendezvousError
 from gradwire._host.sealed_socket import take_over
 
@@ -108,10 +109,8 @@ class Addresses:
 
 def unpack_addresses(data: bytes, addresses: int, job_ranks: int) -> Addresses:
     """Decodes so many addresses and numbers; raises ValueError for anything else."""
-    found = unpack_object(data)
-    texts, numbers = found.get("addresses"), found.get("job_ranks")
-    if not isinstance(texts, list) or not isinstance(numbers, list):
-        raise ValueError("a list in it is missing")
+    found = read_fields(data, addresses=list, job_ranks=list)
+    texts, numbers = found["addresses"], found["job_ranks"]
     if len(texts) != addresses or len(numbers) != job_ranks:
         raise ValueError("it has another number of members")
     if not all(isinstance(each, str) for each in texts):
@@ -119,17 +118,6 @@ def unpack_addresses(data: bytes, addresses: int, job_ranks: int) -> Addresses:
     if not all(type(each) is int and 0 <= each < MAX_NUMBER for each in numbers):
         raise ValueError("a rank of the job is out of range")
     return Addresses([each.encode() for each in texts], numbers)
-
-
-def unpack_object(data: bytes) -> dict[str, Any]:
-    """Decodes a payload of JSON; raises ValueError for anything but an object."""
-    try:
-        found = json.loads(data)
-    except RecursionError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    return found
 
 
 class LinkEnded(NamedTuple):
