@@ -307,6 +307,7 @@ class _Request(Generic[Made]):
         self._invited: tuple[View, Invitation] | None = None
         self._invited_at: float | None = None  # for the first time
         self._addresses: tuple[View, bytes] | None = None
+        self._job_ranks: list[int] = []  # of the members that connect
         self._is_in: View | None = None
         self._candidate: tuple[View, Made] | None = None
 
@@ -343,10 +344,9 @@ class _Request(Generic[Made]):
         return made
 
     def _connect(self, view: View, invitation: Invitation) -> Made:
-        job_ranks: list[int] = []
         mesh = connect_mesh(
             self._job,
-            lambda own, _: self._exchange(own, view, invitation, job_ranks),
+            lambda own, _: self._exchange(own, view, invitation.size),
             rank=invitation.rank,
             size=invitation.size,
             communicator=invitation.communicator,
@@ -356,7 +356,7 @@ class _Request(Generic[Made]):
             raise_if_peer_failed=lambda within: self._listen(within, view),
         )
         options = self._options
-        mesh.job_ranks = tuple(job_ranks)
+        mesh.job_ranks = tuple(self._job_ranks)
         mesh.membership = Membership(
             invitation.epoch, invitation.joined, options.store, options.secret, options.transports
         )
@@ -368,17 +368,15 @@ class _Request(Generic[Made]):
             raise
         return self._make(mesh, invitation.seconds)
 
-    def _exchange(
-        self, own: bytes, view: View, invitation: Invitation, job_ranks: list[int]
-    ) -> list[bytes]:
+    def _exchange(self, own: bytes, view: View, size: int) -> list[bytes]:
         self._say(MessageKind.ADDRESS, view, own)
         self._wait(lambda: self._addresses is not None and self._addresses[0] == view, view)
         assert self._addresses is not None
         try:
-            found = unpack_addresses(self._addresses[1], invitation.size, invitation.size)
+            found = unpack_addresses(self._addresses[1], size, size)
         except ValueError as error:
             raise _LeftOut(f"the leader sent no addresses ({error})") from None
-        job_ranks[:] = found.job_ranks
+        self._job_ranks = found.job_ranks
         return found.addresses
 
     def _wait(self, condition: Callable[[], bool], view: View | None = None) -> None:

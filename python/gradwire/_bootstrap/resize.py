@@ -133,7 +133,7 @@ class Resize(Agreement[Made]):
         """The leader, until it goes on with the view or gives up."""
         self._require_view(view)
         leader = view.leader
-        if self._refused.get(leader) == view or self._address_views().get(leader) == view:
+        if self._refused.get(leader) == view or self._addresses.get(leader) == view:
             return ()
         return {leader}
 
@@ -143,8 +143,8 @@ class Resize(Agreement[Made]):
         if not peers:
             return Addresses([])
         self._invite(view, peers, communicator)
-        self._wait(lambda: self._joiners_without(view, self._address_views()))
-        addresses = [self._addresses[each][1] for each in peers]
+        self._wait(lambda: self._joiners_without(view, self._addresses))
+        addresses = [self._packed[each] for each in peers]
         for peer, address in zip(peers, addresses, strict=True):
             try:
                 unpack_address_info(address, peer)
@@ -152,9 +152,9 @@ class Resize(Agreement[Made]):
                 self._leave_out({peer}, describe(error))
                 raise ViewChanged from None
         ranks = list(map(self._mesh.job_rank, view.ranks))
-        return Addresses(addresses, self._job_ranks(ranks, peers))
+        return Addresses(addresses, self._numbers_of(peers, ranks))
 
-    def _job_ranks(self, taken: list[int], peers: Iterable[int]) -> list[int]:
+    def _numbers_of(self, peers: Iterable[int], taken: list[int]) -> list[int]:
         """The joiners' numbers in the job: their launcher's, where free, or others."""
         found: list[int] = []
         for peer in peers:

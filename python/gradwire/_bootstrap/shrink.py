@@ -73,10 +73,12 @@ class Agreement(Generic[Made]):
         self._limits = dict.fromkeys(links.peers, Deadline(timeout))  # of silence
         # The last message of each kind by peer, and the view that it was for.
         self._views: dict[int, View] = {}
-        self._addresses: dict[int, tuple[View, bytes]] = {}
+        self._addresses: dict[int, View] = {}
+        self._packed: dict[int, bytes] = {}  # what came with these
         self._ready: dict[int, View] = {}
         self._done: dict[int, View] = {}
         self._candidate: tuple[View, Made] | None = None
+        self._job_ranks: list[int] = []  # of the members that connect
 
     def run(self) -> Made:
         """Connects the survivors, in their old order; returns what `make` does.
@@ -127,11 +129,11 @@ class Agreement(Generic[Made]):
         members = [*sorted(view.ranks), *sorted(self._peers(view.joiners))]
         name = f"{self._mesh.communicator}/shrink/{members}/{view.round}"
         communicator = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-        job_ranks: list[int] = []
+        self._job_ranks = [self._mesh.job_rank(self._rank)]  # until the others' are known
         try:
             mesh = connect_mesh(
                 self._mesh.job,
-                lambda own, _: self._exchange(own, view, communicator, job_ranks),
+                lambda own, _: self._exchange(own, view, communicator),
                 rank=members.index(self._rank),
                 size=len(members),
                 communicator=communicator,
@@ -140,7 +142,7 @@ class Agreement(Generic[Made]):
                 interface=self._mesh.interface,
                 raise_if_peer_failed=lambda within: self._watch_view(view, within),
             )
-            mesh.job_ranks = tuple(job_ranks) or (self._mesh.job_rank(self._rank),)
+            mesh.job_ranks = tuple(self._job_ranks)
             mesh.membership = self._mesh.membership.next(joined=len(view.joiners or ()))
             self._send_view()  # `make` takes a while too
             return self._make(mesh, self._connect_timeout)
@@ -164,20 +166,18 @@ class Agreement(Generic[Made]):
             self._leave_out(blamed, "it kept the others waiting when they connected")
             self._require_view(view)
 
-    def _exchange(
-        self, own: bytes, view: View, communicator: int, job_ranks: list[int]
-    ) -> list[bytes]:
-        """All members' addresses, in their order; fills in their numbers in the job."""
+    def _exchange(self, own: bytes, view: View, communicator: int) -> list[bytes]:
+        """All members' addresses, in their order; notes their numbers in the job."""
         admitted = self._addresses_of_joiners(view, communicator)
         brought = Addresses([own, *admitted.addresses], admitted.job_ranks).pack()
-        self._addresses[self._rank] = view, brought
+        self._addresses[self._rank], self._packed[self._rank] = view, brought
         self._send(MessageKind.ADDRESS, view, brought)
         self._wait(lambda: self._without_address(view))
         found = {rank: self._addresses_of(rank, view) for rank in sorted(view.ranks)}
         leader = found[view.leader]
-        job_ranks[:] = [*map(self._mesh.job_rank, found), *leader.job_ranks]
+        self._job_ranks = [*map(self._mesh.job_rank, found), *leader.job_ranks]
         addresses = [each.addresses[0] for each in found.values()] + leader.addresses[1:]
-        self._tell_joiners(MessageKind.ADDRESS, view, Addresses(addresses, job_ranks).pack())
+        self._tell_joiners(MessageKind.ADDRESS, view, Addresses(addresses, self._job_ranks).pack())
         return addresses
 
     def _addresses_of_joiners(self, _: View, __: int) -> Addresses:
@@ -188,7 +188,7 @@ class Agreement(Generic[Made]):
         """Decodes what a rank sent; leaves it out, and raises ViewChanged, if that is wrong."""
         joiners = len(view.joiners or ()) if rank == view.leader else 0
         try:
-            return unpack_addresses(self._addresses[rank][1], 1 + joiners, joiners)
+            return unpack_addresses(self._packed[rank], 1 + joiners, joiners)
         except ValueError as error:
             self._leave_out({rank}, f"it sent no addresses ({error})")
             raise ViewChanged from None
@@ -215,7 +215,7 @@ class Agreement(Generic[Made]):
 
     def _without_address(self, view: View) -> Iterable[int]:
         self._require_view(view)
-        return self._without(view, self._address_views())
+        return self._without(view, self._addresses)
 
     def _joiners_without(self, view: View, last: Mapping[int, View]) -> Iterable[int]:
         """The joiners of this rank whose view in `last` is another one."""
@@ -237,9 +237,6 @@ class Agreement(Generic[Made]):
     def _without(self, view: View, last: Mapping[int, View]) -> set[int]:
         """The other ranks of the view whose view in `last` is another one."""
         return {peer for peer in view.ranks - {self._rank} if last.get(peer) != view}
-
-    def _address_views(self) -> dict[int, View]:
-        return {peer: of for peer, (of, _) in self._addresses.items()}
 
     def _is_done(self) -> bool:
         if self._candidate is None:
@@ -297,7 +294,7 @@ class Agreement(Generic[Made]):
         self._limits[peer] = Deadline(self._connect_timeout + _LEAST_CONNECT_SECONDS)
         self._active.add(peer)
         if kind is MessageKind.ADDRESS:
-            self._addresses[peer] = view, payload
+            self._addresses[peer], self._packed[peer] = view, payload
         elif kind is MessageKind.READY:
             self._ready[peer] = view
         if peer >= self._mesh.size:  # a joiner, which says nothing about others
