@@ -59,7 +59,7 @@ def connect(case: Case, *, tapped: bool) -> Wiring:
                 pairs[name] = as_set(*pair)
             for end, (owner, other) in enumerate(((low, high), (high, low))):
                 links = {lane: Link(case.link(low, high), pairs[lane][end]) for lane in LANES}
-                wiring.meshes[owner].peers[other] = Peer(other, True, pairs["control"][end], links)
+                wiring.meshes[owner].peers[other] = Peer(True, pairs["control"][end], links)
     return wiring
 
 

@@ -247,7 +247,7 @@ class _Attempt:
             lane: Link(transport, self._sockets[peer, purpose]) for lane, purpose in _LANES.items()
         }
         same_host = self._addresses[peer].host == self._own.host
-        return Peer(peer, same_host, self._sockets[peer, Purpose.CONTROL], links)
+        return Peer(same_host, self._sockets[peer, Purpose.CONTROL], links)
 
 
 class _Acceptor:

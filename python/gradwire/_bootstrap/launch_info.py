@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gradwire._base import arguments, environment
 from gradwire._errors import InvalidArgument, RendezvousError
@@ -23,8 +23,7 @@ class LaunchInfo:
     launcher: str = "init()"
     job: str = DEFAULT_JOB
     epoch: int = 0  # how often this rank's agent has restarted ranks
-    local_rank: int | None = None  # None: unknown
-    local_size: int | None = None
+    local_size: int | None = None  # None: unknown
     store: str | None = None  # URL; torch://HOST:PORT is torch's own store
     rank_0_hosts: bool = False  # whether rank 0 serves the store during the rendezvous
     restarts: bool = False  # whether agents restart ranks, of which each counts on its own
@@ -42,7 +41,6 @@ class _Launcher:
     name: str
     rank: str
     size: tuple[str, ...]
-    local_rank: str
     local_size: str
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
@@ -52,7 +50,6 @@ _TORCHRUN = _Launcher(
     "torchrun",
     rank="RANK",
     size=("WORLD_SIZE",),
-    local_rank="LOCAL_RANK",
     local_size="LOCAL_WORLD_SIZE",
     job=("TORCHELASTIC_RUN_ID",),
 )
@@ -60,7 +57,6 @@ _MPICH = _Launcher(
     "MPICH's mpirun",
     rank="PMI_RANK",
     size=("PMI_SIZE",),
-    local_rank="MPI_LOCALRANKID",
     local_size="MPI_LOCALNRANKS",
     job=("PMI_JOBID",),
 )
@@ -71,7 +67,6 @@ _LAUNCHERS = (
         "Open MPI's mpirun",
         rank="OMPI_COMM_WORLD_RANK",
         size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
@@ -80,7 +75,6 @@ _LAUNCHERS = (
         "srun",
         rank="SLURM_PROCID",
         size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank="SLURM_LOCALID",
         local_size="",
         nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
         job=("SLURM_JOB_ID",),
@@ -134,28 +128,25 @@ def _read(launcher: _Launcher) -> LaunchInfo:
     local_size = _integer(launcher.local_size)
     if local_size is None and _integer(*launcher.nodes) == 1:
         local_size = size
-    launch = LaunchInfo(
+    job, store = _job(launcher), environment.text("GRADWIRE_STORE")
+    rank_0_hosts = _rank_0_hosts(store)
+    if store is None and size > 1:
+        store = _default_store(launcher, job, size, local_size)
+        rank_0_hosts = launcher is not _TORCHRUN
+    return LaunchInfo(
         rank,
         size,
         launcher.name,
-        _job(launcher),
+        job,
         _integer("TORCHELASTIC_RESTART_COUNT") or 0,
-        _integer(launcher.local_rank),
         local_size,
+        store,
+        rank_0_hosts,
         restarts=launcher is _TORCHRUN and "TORCHELASTIC_RUN_ID" in os.environ,
     )
-    return _with_store(launch, launcher)
 
 
-def _with_store(launch: LaunchInfo, launcher: _Launcher) -> LaunchInfo:
-    store = environment.text("GRADWIRE_STORE")
-    hosted = _rank_0_hosts(store)
-    if store is None and launch.size > 1:
-        store, hosted = _default_store(launch, launcher), launcher is not _TORCHRUN
-    return replace(launch, store=store, rank_0_hosts=hosted)
-
-
-def _default_store(launch: LaunchInfo, launcher: _Launcher) -> str:
+def _default_store(launcher: _Launcher, job: str, size: int, local_size: int | None) -> str:
     if launcher is _TORCHRUN:
         host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
         if not host or not port:
@@ -164,25 +155,22 @@ def _default_store(launch: LaunchInfo, launcher: _Launcher) -> str:
                 "start with torchrun, or set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host"
             )
         return f"torch://[{host}]:{port}" if ":" in host else f"torch://{host}:{port}"
-    if launch.local_size != launch.size:
-        here = launch.local_size
-        known = (
-            f"puts {here} of {launch.size} ranks on this host"
-            if here
-            else (f"does not say that all {launch.size} ranks are on this host")
-        )
+    if local_size != size:
+        known = f"does not say that all {size} ranks are on this host"
+        if local_size:
+            known = f"puts {local_size} of {size} ranks on this host"
         raise RendezvousError(
             f"{launcher.name} {known}, and gives no address to meet at: "
             "set GRADWIRE_STORE=tcp://HOST:PORT with rank 0's host and a free port, on all ranks"
         )
-    digest = hashlib.sha256(launch.job.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(job.encode()).hexdigest()[:16]
     return f"unix://{own_folder()}/gradwire-{digest}"
 
 
 def _is_sruns_pmi() -> bool:
     """Whether MPICH's variables are srun's, which sets some with --mpi=pmi2 for its own tasks."""
     own = os.environ.get("SLURM_PROCID") == os.environ[_MPICH.rank]
-    return own and _MPICH.local_rank not in os.environ
+    return own and "MPI_LOCALRANKID" not in os.environ
 
 
 def _rank_0_hosts(store: str | None) -> bool:

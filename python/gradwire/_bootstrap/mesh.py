@@ -68,7 +68,6 @@ class Link(NamedTuple):
 class Peer:
     """All sockets between this rank and another."""
 
-    rank: int
     same_host: bool
     control: socket.socket
     links: dict[str, Link]
@@ -222,5 +221,5 @@ def inproc_meshes(size: int) -> list[Mesh]:
             ):
                 links = [Link("inproc", sock) for sock in sockets[1:]]
                 named = dict(zip(LANES, links, strict=True))
-                meshes[owner].peers[other] = Peer(other, True, sockets[0], named)
+                meshes[owner].peers[other] = Peer(True, sockets[0], named)
     return meshes

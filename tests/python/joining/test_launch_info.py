@@ -30,7 +30,7 @@ def test_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     launch = from_environment()
     assert launch == LaunchInfo(
-        3, 4, "torchrun", "run7", 2, 1, 2, store="torch://node0:29500", restarts=True
+        3, 4, "torchrun", "run7", 2, 2, store="torch://node0:29500", restarts=True
     )
     assert launch.several_hosts
 
@@ -64,7 +64,7 @@ def test_a_launch_on_one_host_meets_on_a_socket_of_its_user(
 ) -> None:
     set_environment(monkeypatch, text)
     launch = from_environment()
-    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (1, 2, 1, 2)
+    assert (launch.rank, launch.size, launch.local_size) == (1, 2, 2)
     assert launch.store is not None
     assert launch.store.startswith(f"unix:///tmp/gradwire-{os.getuid()}/gradwire-")
     assert launch.rank_0_hosts

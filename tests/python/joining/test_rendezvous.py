@@ -72,14 +72,14 @@ def assert_connected(meshes: Sequence[Mesh], transport: str) -> None:
     """Every pair's three sockets are each other's ends, and are of the transport."""
     for mesh in meshes:
         assert sorted([*mesh.peers, mesh.rank]) == list(range(len(meshes)))
-        for peer in mesh.peers.values():
+        for rank, peer in mesh.peers.items():
             assert [link.transport for link in peer.links.values()] == [transport] * 2
             for lane, sock in lanes(peer).items():
-                sock.sendall(f"{mesh.rank}>{peer.rank}:{lane}.".encode())
+                sock.sendall(f"{mesh.rank}>{rank}:{lane}.".encode())
     for mesh in meshes:
-        for peer in mesh.peers.values():
+        for rank, peer in mesh.peers.items():
             for lane, sock in lanes(peer).items():
-                assert sock.recv(64) == f"{peer.rank}>{mesh.rank}:{lane}.".encode()
+                assert sock.recv(64) == f"{rank}>{mesh.rank}:{lane}.".encode()
 
 
 def lanes(peer: _mesh.Peer) -> dict[str, socket.socket]:
@@ -436,9 +436,9 @@ def test_who_connects_comes_from_the_address_that_its_card_says(
 
     monkeypatch.setattr(_rendezvous, "_choose_interface", choice)
     for mesh in closing(meet(launches(3), transports=["tcp"])):
-        for peer in mesh.peers.values():
+        for rank, peer in mesh.peers.items():
             for sock in peer.sockets():
-                assert sock.getpeername()[0] == f"127.0.0.{peer.rank + 2}"
+                assert sock.getpeername()[0] == f"127.0.0.{rank + 2}"
                 assert sock.getsockname()[0] == f"127.0.0.{mesh.rank + 2}"
 
 

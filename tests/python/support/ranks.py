@@ -107,7 +107,7 @@ def meshes(p: int, transport: Transport, name: str = "") -> list[Mesh]:
                 links = {
                     lane: Link(name, pair[end]) for lane, pair in zip(LANES, pairs[1:], strict=True)
                 }
-                made[owner].peers[other] = Peer(other, True, pairs[0][end], links)
+                made[owner].peers[other] = Peer(True, pairs[0][end], links)
     return made
 
 
