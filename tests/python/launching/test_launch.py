@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -14,15 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gradwire._launch.launcher import _Launch, run
+from gradwire._launch.launcher import _parse, run
+from gradwire._launch.local_ranks import LocalRanks
 from gradwire._launch.root_cause import Failure, Note, read_notes, root_cause
+from gradwire._launch.slots import Slot
 from gradwire._launch.watcher import Watcher
 from ranks import LIMIT
 
 MAIN = """
 import sys
-from gradwire._launch import launcher
-launcher.SETTLE_SECONDS = 0.1
+from gradwire._launch import launcher, local_ranks
+local_ranks.SETTLE_SECONDS = 0.1
 sys.exit(launcher.run(sys.argv[1:]))
 """
 
@@ -189,7 +192,7 @@ def test_others_have_a_moment_to_fail_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 fails when the launcher has seen that rank 0 did."""
-    monkeypatch.setattr("gradwire._launch.launcher.SETTLE_SECONDS", 60)
+    monkeypatch.setattr("gradwire._launch.local_ranks.SETTLE_SECONDS", 60)
     os.mkfifo(tmp_path / "process")
     fifo = f"open({str(tmp_path / 'process')!r}, "
     path = script(f"""
@@ -263,8 +266,8 @@ block()
 def test_ranks_that_ignore_the_request_to_end_are_killed(
     script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire._launch.launcher.SETTLE_SECONDS", 0.1)
-    monkeypatch.setattr("gradwire._launch.launcher.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("gradwire._launch.local_ranks.SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("gradwire._launch.local_ranks.GRACE_SECONDS", 0.2)
     os.mkfifo(tmp_path / "ready")
     ready = f"open({str(tmp_path / 'ready')!r}, "
     path = script(f"""
@@ -371,7 +374,8 @@ def test_a_rank_that_is_reaped_already_is_watched_without_a_word() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     with Watcher() as watcher:
-        launch = _Launch([], 1, {}, tag=False, notes=-1, watcher=watcher)
+        options, slot = _parse(["-n", "1", "program"]), Slot(math.inf, 0)
+        launch = LocalRanks([], options, slot, {}, notes=-1, watcher=watcher)
         launch._watch(0, process.pid)
         assert launch._events.empty()
 

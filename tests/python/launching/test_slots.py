@@ -19,9 +19,9 @@ from ranks import LIMIT, eventually
 
 MAIN = """
 import sys
-from gradwire._launch import launcher
-launcher.SETTLE_SECONDS = 0.1
-launcher.GRACE_SECONDS = 0.2
+from gradwire._launch import launcher, local_ranks
+local_ranks.SETTLE_SECONDS = 0.1
+local_ranks.GRACE_SECONDS = 0.2
 sys.exit(launcher.run(sys.argv[1:]))
 """
 HEAD = """
