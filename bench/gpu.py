@@ -5,14 +5,13 @@
                                            # else FOLDER.json and .md
     python bench/gpu.py --only loopback kernels
     python bench/gpu.py --built FOLDER     # compiles nothing (bench/cuda/README.md)
-    python bench/gpu.py --simulated        # the checks, over tests/simulated_cuda; writes nothing
 
 Checks of the kernels need nvcc, cmake and ninja; all of it also pybind11, NumPy, ml_dtypes, pytest
-and a torch with CUDA; no network. Each stage (gpu_stages.py) runs in processes of its own for a
+and a torch with CUDA; no network. Each stage (cuda/stages.py) runs in processes of its own for a
 limited time, so that one that crashes or hangs is one row, and results are written after each. A
 stage whose time was not enough, or whose build failed, is incomplete, not failed. Exits with 1
 where a check failed, and where there is no GPU: then it measures nothing; with 2 where none failed
-but some stage is incomplete. `make test-cpp build` makes what --simulated runs.
+but some stage is incomplete. `python -m tests.gpu` runs the checks over a simulated GPU.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # of the package bench, from any folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of bench and tests, from any folder
 
 from bench.common import report
 from bench.common.machine import describe
-from bench.common.report import RESULTS, ROOT
-from bench.cuda import gpu_build, gpu_report
-from bench.cuda.gpu_stages import BUILDS, Deadline, Ended, Stage, run_all, simulated, stages
+from bench.common.report import RESULTS
+from bench.cuda import report as gpu_report
+from bench.cuda.stages import BUILDS, stages
+from tests.gpu import build
+from tests.gpu.stages import Deadline, Ended, chosen, run_all, status
 
-RELEASE = ROOT / "build/release"  # of `make test-cpp build`
 _CUDA_PROGRAMS = "/usr/local/cuda/bin"  # where PATH may not lead
 _LOOK_SECONDS = 60.0
 
@@ -65,8 +65,6 @@ def main() -> int:
     """Runs the stages, writes and prints what they found."""
     options = _parse()
     deadline = Deadline(60 * options.minutes)
-    if options.simulated:
-        return _simulated(options, deadline)
     gpu = look()
     if "why_not" in gpu:
         print(f"gpu: {gpu['why_not']}; nothing was measured", file=sys.stderr)
@@ -83,7 +81,7 @@ def main() -> int:
 
     ended = _run(options, deadline, gpu, save)
     print(save(ended))
-    return _status(ended)
+    return status(ended)
 
 
 def _found(gpu: Mapping[str, Any], ended: Sequence[Ended], seconds: float) -> dict[str, Any]:
@@ -111,22 +109,13 @@ def _stem(output: str) -> Path:
     return Path(output, "gpu") if into else Path(output)
 
 
-def _status(ended: Sequence[Ended]) -> int:
-    """To exit with."""
-    if not all(each.passed for each in ended):
-        return 1
-    return 0 if all(each.complete for each in ended) else 2
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--minutes", type=float, default=11.0, help="for everything; what is left is not run")
     add("--only", nargs="+", default=[], metavar="STAGE", help="after the build")
     add("--output", default="", help="a folder, or a path without suffix")
-    add("--simulated", action="store_true", help="the checks, over a simulated GPU")
-    add("--build", type=Path, default=RELEASE, help="with --simulated: the folder of the build")
-    add("--built", type=Path, help="a folder that gpu_build has packed")
+    add("--built", type=Path, help="a folder that tests/gpu/build.py has packed")
     add("--architectures", help="to compile for; the GPU's own by default")
     return parser.parse_args()
 
@@ -213,41 +202,13 @@ def _run(
         name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")
     }
     environment["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA_PROGRAMS])
-    folder = options.built.absolute() if options.built else gpu_build.BUILD
+    folder = options.built.absolute() if options.built else build.BUILD
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(folder / gpu_build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(folder / build.PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     architectures = options.architectures or f"{gpu['capability']}-real"
-    wanted = _chosen(stages(folder, None if options.built else architectures), options.only)
+    wanted = chosen(stages(folder, None if options.built else architectures), options.only, BUILDS)
     return run_all(wanted, deadline, environment, _told, save)
-
-
-def _chosen(all_of_them: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
-    unknown = set(only) - {each.name for each in all_of_them}
-    if unknown:
-        names = ", ".join(each.name for each in all_of_them)
-        raise SystemExit(f"gpu: no stage {', '.join(sorted(unknown))}; there are {names}")
-    return [each for each in all_of_them if not only or each.name in (*only, *BUILDS)]
-
-
-def _simulated(options: argparse.Namespace, deadline: Deadline) -> int:
-    """The checks alone."""
-    build = options.build.absolute()
-    missing = [
-        path
-        for path in (
-            build / "bench/gpu_kernels",
-            build / "tests/simulated_cuda/libsimulated_cuda.so",
-        )
-        if not path.exists()
-    ]
-    if missing:
-        print(f"gpu: no {missing[0]}: `make test-cpp build` builds it", file=sys.stderr)
-        return 1
-    ended = run_all(_chosen(simulated(build), options.only), deadline, os.environ, _told)
-    print("A simulated GPU: nothing here is a figure of one.\n")
-    print("\n".join(gpu_report.checks([{"name": each.name, "rows": each.rows} for each in ended])))
-    return _status(ended)
 
 
 def _told(line: str) -> None:

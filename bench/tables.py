@@ -28,7 +28,7 @@ from bench.asynchronous import (
     stragglers_report,
 )
 from bench.common.report import RESULTS, ROOT, size
-from bench.cuda import gpu_report
+from bench.cuda import report as gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE

@@ -1,1 +1,1 @@
-"""The stages of bench/gpu.py, which checks and times the CUDA part."""
+"""Times the CUDA part: stages of bench/gpu.py, whose checks are in tests/gpu."""

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bench.network import namespaces
+from tests.python.support import namespaces
 
 MESSAGES = (10_000, 40_000, 200_000, 1_000_000)  # bytes
 TOLERANCE = 0.08  # of the time

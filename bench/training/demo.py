@@ -26,9 +26,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bench.network import links, namespaces, pacing
+from bench.network import links, pacing
 from bench.training import demo_report
 from bench.training.demo_report import Row
+from tests.python.support import namespaces
 
 if TYPE_CHECKING:
     from bench.training.images import Images

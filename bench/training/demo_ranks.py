@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from bench.network import namespaces, pacing
+from bench.network import pacing
 from bench.training import images, methods, replicas
 from bench.training.demo_report import Row
 from bench.training.methods import Averaging, Method
 from bench.training.train_runs import WARM_UP
+from tests.python.support import namespaces
 
 HIDDEN = 640  # of small_cnn, which has 1.02 M parameters then
 CHECKS = 12  # of the test accuracy, for the picture

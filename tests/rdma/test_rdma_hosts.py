@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import gradwire
+import namespaces
 import numpy as np
 import pytest
 from device import PATIENCE, TRANSPORT, on_a_device, on_two_machines, started
 from gradwire import Communicator, TransportError
 from hosts import Network
-
-from bench.network import namespaces
 
 SIZE = 4
 PLACES = (0, 0, 1, 1)

@@ -1,4 +1,4 @@
-"""bench/gpu.py: its checks over the simulated GPU, and what it makes of stages that go wrong."""
+"""tests/gpu over the simulated GPU, what stages that go wrong come out as, and bench/gpu.py."""
 
 from __future__ import annotations
 
@@ -19,26 +19,21 @@ import simulated_gpu
 
 from bench import gpu, tables
 from bench.common import report
-from bench.cuda import (
-    gpu_build,
-    gpu_floors,
-    gpu_loopback,
-    gpu_ranks,
-    gpu_report,
-    gpu_sanitize,
-    gpu_stages,
-    gpu_tests,
-    gpu_torch_jobs,
-)
-from bench.cuda.gpu_calls import Found, difference
-from bench.cuda.gpu_rows import Row
-from bench.cuda.gpu_stages import Deadline, Ended, Stage
+from bench.cuda import floors, torch_jobs
+from bench.cuda import report as gpu_report
+from bench.cuda import stages as gpu_stages
+from tests.gpu import build as gpu_build
+from tests.gpu import cpp_tests, loopback, sanitize, stages
+from tests.gpu import ranks as gpu_ranks
+from tests.gpu.calls import Found, difference
+from tests.gpu.rows import Row
+from tests.gpu.stages import Deadline, Ended, Stage
 
 BUILD = simulated_gpu.path().parents[2]
-JOBS = BUILD / "bench/libgpu_jobs.so"
+JOBS = BUILD / "gpu/libgpu_jobs.so"
 built = pytest.mark.skipif(
     not (simulated_gpu.path().exists() and JOBS.exists()),
-    reason="the simulated GPU and bench/gpu.py's programs were not built (make test-cpp)",
+    reason="the simulated GPU and the programs of tests/gpu were not built (make test-cpp)",
 )
 
 
@@ -46,20 +41,21 @@ built = pytest.mark.skipif(
 @built
 @pytest.mark.timeout(500)
 def test_all_checks_pass_over_the_simulated_gpu() -> None:
-    command = [sys.executable, "bench/gpu.py", "--simulated", "--build", str(BUILD)]
-    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.gpu", "--build", str(BUILD)]
+    done = subprocess.run(command, cwd=gpu_build.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    stages = [line.split(" | ")[0] for line in done.stdout.splitlines() if "passed" in line]
-    assert set(stages) == {
-        f"| {each}" for each in ("kernels", "loopback", "graph", "ranks", "hook")
-    }
-    assert "| backend | backend | 1 | 0 | skipped: torch has no CUDA |" in done.stdout
+    lines = [line.split(": ") for line in done.stdout.splitlines()]
+    passed = {line[0] for line in lines if "checks passed" in line[-1]}
+    assert passed == {"kernels", "loopback", "graph", "ranks", "hook"}
+    assert "backend: skipped: torch has no CUDA" in done.stdout.splitlines()
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "bench/gpu.py", "--output", str(tmp_path / "gpu")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=gpu.ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=gpu_build.ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "nothing was measured" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -81,12 +77,10 @@ def run(program: str, seconds: float = 60) -> Ended:
     """A stage that is this program, after some imports."""
     text = "import json, os, sys, time\n" + program
     stage = Stage("made up", [sys.executable, "-c", text], seconds)
-    return gpu_stages.run(stage, seconds, os.environ)
+    return stages.run(stage, seconds, os.environ)
 
 
-_ROW = (
-    "from bench.cuda.gpu_rows import Row, tell\nwith Row('g', 'c') as row: row.expect(True, '')\n"
-)
+_ROW = "from tests.gpu.rows import Row, tell\nwith Row('g', 'c') as row: row.expect(True, '')\n"
 
 
 def test_rows_and_times_are_read_among_chatter() -> None:
@@ -103,11 +97,11 @@ def test_rows_and_times_are_read_among_chatter() -> None:
         (_ROW + "print('the reason', file=sys.stderr); sys.exit(3)", "the reason"),
         ("", "it told nothing"),
         (
-            "from bench.cuda.gpu_rows import Row\nwith Row('g') as row: row.expect(1 == 2, 'sums')",
+            "from tests.gpu.rows import Row\nwith Row('g') as row: row.expect(1 == 2, 'sums')",
             "sums",
         ),
         (
-            "from bench.cuda.gpu_rows import Row\nwith Row('g') as row: raise ValueError('x')",
+            "from tests.gpu.rows import Row\nwith Row('g') as row: raise ValueError('x')",
             "ValueError: x",
         ),
     ],
@@ -135,19 +129,19 @@ time.sleep(1000)
 
 def test_what_the_deadline_leaves_no_time_for_is_incomplete_and_said() -> None:
     told: list[str] = []
-    (ended,) = gpu_stages.run_all([Stage("late", ["false"], 10)], Deadline(0), {}, told.append)
+    (ended,) = stages.run_all([Stage("late", ["false"], 10)], Deadline(0), {}, told.append)
     assert ended.passed
     assert not ended.complete
     assert "INCOMPLETE after 0 checks: no time was left" in told[0]
-    assert gpu._status([ended]) == 2
+    assert stages.status([ended]) == 2
 
 
 def test_a_stage_that_runs_out_of_time_has_not_failed() -> None:
     ended = run(_ROW + "time.sleep(1000)", seconds=3)
     assert ended.passed
     assert not ended.complete
-    assert gpu._status([ended, Ended("b", 0, [FAILED])]) == 1
-    assert gpu._status([Ended("b", 0, [PASSED])]) == 0
+    assert stages.status([ended, Ended("b", 0, [FAILED])]) == 1
+    assert stages.status([Ended("b", 0, [PASSED])]) == 0
 
 
 def test_what_a_failed_stage_was_needed_for_is_not_run() -> None:
@@ -155,7 +149,7 @@ def test_what_a_failed_stage_was_needed_for_is_not_run() -> None:
     failing, other = Stage("build", ["false"], 10), Stage("other", ["echo", row], 10, 1)
     user = Stage("user", ["echo", row], 10, 1, needs=("build",))
     saved: list[list[str]] = []
-    ended = gpu_stages.run_all(
+    ended = stages.run_all(
         [failing, other, user],
         Deadline(100),
         os.environ,
@@ -186,7 +180,7 @@ def test_stages_have_their_time_and_what_those_before_them_left() -> None:
         for wave, name in enumerate(("first", "second", "third"))
     )
     told: list[str] = []
-    gpu_stages.run_all([first, second, third], Deadline(100), os.environ, told.append)
+    stages.run_all([first, second, third], Deadline(100), os.environ, told.append)
     # Of 100 s the first one leaves 60 to the others; a busy machine takes some of the rest.
     limits = [int(re.search(r"up to (\d+) s", told[i])[1]) for i in (0, 2)]  # type: ignore[index]
     assert 30 < limits[0] < 40
@@ -195,23 +189,23 @@ def test_stages_have_their_time_and_what_those_before_them_left() -> None:
 
 def test_a_command_is_told_its_seconds() -> None:
     row = 'import sys; print(\'{"passed": true, "case": "\' + sys.argv[1] + \'"}\')'
-    stage = Stage("s", [sys.executable, "-c", row, gpu_stages.SECONDS], 99)
-    assert gpu_stages.run(stage, 30, os.environ).rows == [{"passed": True, "case": "30"}]
+    stage = Stage("s", [sys.executable, "-c", row, stages.SECONDS], 99)
+    assert stages.run(stage, 30, os.environ).rows == [{"passed": True, "case": "30"}]
 
 
 def test_all_stages_have_their_time() -> None:
     """In 9 minutes where nothing is compiled, and in 11 with that."""
     built, all_of_them = (gpu_stages.stages(Path("build"), each) for each in (None, "90"))
-    assert gpu_stages.needed(built) <= 9 * 60 - 20  # and what GPU there is
-    assert gpu_stages.needed(all_of_them) <= 11 * 60 - 20
+    assert stages.needed(built) <= 9 * 60 - 20  # and what GPU there is
+    assert stages.needed(all_of_them) <= 11 * 60 - 20
 
 
 def test_stages_of_what_is_built_compile_nothing() -> None:
-    stages = gpu_stages.stages(Path("elsewhere"), None)
-    assert not {*gpu_stages.BUILDS, "C++ tests"} & {each.name for each in stages}
-    assert all(each.needs == () for each in stages)
-    (kernels,) = [each for each in stages if each.name == "kernels"]
-    assert kernels.command[0] == "elsewhere/bench/gpu_kernels"
+    built = gpu_stages.stages(Path("elsewhere"), None)
+    assert not {*gpu_stages.BUILDS, "C++ tests"} & {each.name for each in built}
+    assert all(each.needs == () for each in built)
+    (kernels,) = [each for each in built if each.name == "kernels"]
+    assert kernels.command[0] == "elsewhere/gpu/gpu_kernels"
 
 
 # ---- What is compared --------------------------------------------------------------------------
@@ -229,10 +223,10 @@ def test_differences_of_results_and_residuals_are_found() -> None:
 
 
 def test_every_collective_codec_and_number_of_ranks_is_checked() -> None:
-    assert sorted(gpu_loopback.SIZES) == [1, 2, 3, 4, 5, 8]
-    groups = dict(gpu_loopback.groups(gpu_loopback.FULL, 4, ("float32",)))
-    assert set(gpu_loopback.COLLECTIVES) < set(groups)
-    assert {f"codec {each}" for each in (*gpu_loopback.CODECS, "lowrank")} < set(groups)
+    assert sorted(loopback.SIZES) == [1, 2, 3, 4, 5, 8]
+    groups = dict(loopback.groups(loopback.FULL, 4, ("float32",)))
+    assert set(loopback.COLLECTIVES) < set(groups)
+    assert {f"codec {each}" for each in (*loopback.CODECS, "lowrank")} < set(groups)
     assert {0, 1, 3} < {case.n for case in groups["all_reduce"]}
     assert {0, 1} == {case.shift for case in groups["all_reduce"]}
     assert all(case.calls == 3 for case in groups["codec onebit"] if case.feedback)
@@ -300,7 +294,7 @@ def test_compute_sanitizer_is_judged(
     output: str, status: int | None, judged: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Row("g") as row:
-        gpu_sanitize.judge(row, "memcheck", output, status)
+        sanitize.judge(row, "memcheck", output, status)
     told = json.loads(capsys.readouterr().out)
     instead = [each for each in ("skipped", "incomplete") if told.get(each)]
     assert judged == (*instead, "passed" if told["passed"] else "failed")[0]
@@ -308,7 +302,7 @@ def test_compute_sanitizer_is_judged(
 
 def test_a_sanitizer_that_takes_too_long_is_ended() -> None:
     program = "import sys, time; print('said', flush=True); time.sleep(1000)"
-    assert gpu_sanitize._run([sys.executable, "-c", program], 3) == ("said\n", None)
+    assert sanitize._run([sys.executable, "-c", program], 3) == ("said\n", None)
 
 
 _TESTED = """cmake_minimum_required(VERSION 3.26)
@@ -329,7 +323,7 @@ def test_without_googletest_its_tests_are_skipped(
     (tmp_path / "CMakeLists.txt").write_text(_TESTED)
     build = tmp_path / "build"
     gpu_build.call("cmake", "-S", str(tmp_path), "-B", str(build))
-    assert not gpu_tests._built(build, ["cuda_cast_test"])
+    assert not cpp_tests._built(build, ["cuda_cast_test"])
     row = json.loads(capsys.readouterr().out)
     assert (row["passed"], row["skipped"], row["detail"]) == (True, True, "there is no GoogleTest")
     assert "GRADWIRE_TESTS:UNINITIALIZED=OFF" in (build / "CMakeCache.txt").read_text()
@@ -343,12 +337,12 @@ def test_what_else_cmake_says_is_a_failure(
     (tmp_path / "CMakeLists.txt").write_text(_TESTED.replace("find_package(GTest REQUIRED)", other))
     build = tmp_path / "build"
     gpu_build.call("cmake", "-S", str(tmp_path), "-B", str(build))
-    assert not gpu_tests._built(build, ["cuda_cast_test"])
+    assert not cpp_tests._built(build, ["cuda_cast_test"])
     assert not json.loads(capsys.readouterr().out)["passed"]
 
 
 def test_the_kernels_tests_in_cpp_are_known() -> None:
-    names = gpu_tests.names(gpu.ROOT / "tests/cpp/cuda")
+    names = cpp_tests.names(gpu_build.ROOT / "tests/cpp/cuda")
     assert {"cuda_cast_test", "cuda_onebit_test", "cuda_topk_test"} < set(names)
     assert "cuda_nccl_test" not in names
 
@@ -370,7 +364,7 @@ def test_every_job_that_is_timed_runs() -> None:
     library.gpu_job_free.argtypes = [ctypes.c_void_p]
     library.gpu_job_error.restype = ctypes.c_char_p
     plugin = str(simulated_gpu.path()).encode()
-    for floor in gpu_floors.FLOORS:
+    for floor in floors.FLOORS:
         job = library.gpu_job_make(plugin, floor.job.encode(), 4096, 2)
         assert job, library.gpu_job_error()
         for index in range(2):
@@ -381,32 +375,32 @@ def test_every_job_that_is_timed_runs() -> None:
 
 
 def test_torch_does_every_job_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_torch_jobs, "DEVICE", "cpu")
-    for floor in gpu_floors.FLOORS:
-        job = gpu_torch_jobs.make(floor.job, 1 << 14, 2)
+    monkeypatch.setattr(torch_jobs, "DEVICE", "cpu")
+    for floor in floors.FLOORS:
+        job = torch_jobs.make(floor.job, 1 << 14, 2)
         job.run(0)
         job.run(1)
 
 
 def test_floors_are_those_of_the_kernels() -> None:
-    floors = {each.job: each.bytes for each in gpu_floors.FLOORS}
-    assert floors["onebit encode, feedback"] == 12 + 1 / 8 + 8 / 1024
-    assert floors["onebit sum of 8"] == 4 + 8 * (1 / 8 + 8 / 1024)
-    assert floors["fp16 ring round"] == 8
-    assert floors["topk encode, feedback"] == pytest.approx(12.05)
-    assert floors["onebit owner's stage of 8"] == pytest.approx(17.06, abs=0.01)
-    assert {"threshold decode", "topk decode", "onebit decode-add"} < floors.keys()
-    (fold,) = [each for each in gpu_floors.FLOORS if each.job == "fold"]
+    of_jobs = {each.job: each.bytes for each in floors.FLOORS}
+    assert of_jobs["onebit encode, feedback"] == 12 + 1 / 8 + 8 / 1024
+    assert of_jobs["onebit sum of 8"] == 4 + 8 * (1 / 8 + 8 / 1024)
+    assert of_jobs["fp16 ring round"] == 8
+    assert of_jobs["topk encode, feedback"] == pytest.approx(12.05)
+    assert of_jobs["onebit owner's stage of 8"] == pytest.approx(17.06, abs=0.01)
+    assert {"threshold decode", "topk decode", "onebit decode-add"} < of_jobs.keys()
+    (fold,) = [each for each in floors.FLOORS if each.job == "fold"]
     copy_bytes = 8 * 1000 / 2e-3  # of a copy of 1,000 elements in 2 ms
-    assert gpu_floors.share(fold, 1000, 3e-3, copy_bytes) == pytest.approx(1)
-    assert gpu_floors.share(fold, 1000, 6e-3, copy_bytes) == pytest.approx(0.5)
+    assert floors.share(fold, 1000, 3e-3, copy_bytes) == pytest.approx(1)
+    assert floors.share(fold, 1000, 6e-3, copy_bytes) == pytest.approx(0.5)
 
 
 # ---- Tables ------------------------------------------------------------------------------------
 
 
 def time_of(job: str, n: int, share: float) -> dict[str, Any]:
-    floor = next(each for each in gpu_floors.FLOORS if each.job == job)
+    floor = next(each for each in floors.FLOORS if each.job == job)
     copy = 8 * n / 4e12
     own = floor.bytes * n / (share * 4e12)
     return {
@@ -418,7 +412,7 @@ def time_of(job: str, n: int, share: float) -> dict[str, Any]:
         "torch_seconds": 3 * own,
         "beside": floor.beside,
         "share": share,
-        "reached": share >= gpu_floors.GOAL,
+        "reached": share >= floors.GOAL,
         "spread": 0.01,
     }
 

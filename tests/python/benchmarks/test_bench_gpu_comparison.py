@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cuda.gpu_comparison import Fit, Times, fit, messages, simulate
+from bench.cuda.comparison import Fit, Times, fit, messages, simulate
 
 
 def test_messages_are_those_of_the_schedules() -> None:

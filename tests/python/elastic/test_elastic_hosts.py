@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import gradwire
+import namespaces
 import pytest
 from elastic_job import SECRET, has, train
 from gradwire import Communicator
 from hosts import PORT, Network, Rank
-
-from bench.network import namespaces
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

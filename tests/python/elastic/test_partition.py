@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import namespaces
 import pytest
 from elastic_job import State, train
 from gradwire import Communicator, RendezvousError
 from hosts import Network
 from ranks import Outcome, nightly
-
-from bench.network import namespaces
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

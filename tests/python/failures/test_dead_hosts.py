@@ -13,6 +13,7 @@ from typing import Any
 
 import gradwire
 import hosts
+import namespaces
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, TransportError
@@ -21,8 +22,6 @@ from gradwire._bootstrap import keepalive
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from hosts import Network, Rank
 from stopwatch import own_time
-
-from bench.network import namespaces
 
 MISSING = namespaces.missing()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gradwire
+import namespaces
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, RendezvousError, TransportError
@@ -21,8 +22,6 @@ from gradwire._tools import doctor
 from hosts import Network
 from ranks import LIMIT, outcomes, run, vanish
 from stopwatch import Stopwatch, queued
-
-from bench.network import namespaces
 
 PACKET = 1448  # bytes of payload, in 1,514 on the wire
 MEGABIT = 1e6

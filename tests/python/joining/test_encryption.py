@@ -35,10 +35,9 @@ from gradwire._host.interfaces import LOOPBACK
 from gradwire._host.sealed_socket import SealedSocket
 from gradwire.serve import _channels
 from hosts import Network
+from namespaces import missing
 from ranks import LIMIT
 from sealing import sealed, tcp_pair
-
-from bench.network.namespaces import missing
 
 SECRET = b"a secret that nobody may read"
 HELLO = Hello("job", Purpose.CONTROL)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import namespaces
 import numpy as np
 import pytest
 import ranks
@@ -22,8 +23,6 @@ from gradwire._host.interfaces import interfaces
 from gradwire._tools import doctor
 from hosts import PORT, Network, Rank, debians_etc_hosts
 from stopwatch import own_time
-
-from bench.network import namespaces
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import gradwire
+import namespaces
 import pytest
 from elastic_job import Process
 from gradwire._base import environment
 from gradwire._bootstrap import rendezvous
 from gradwire._errors import RendezvousError
 from gradwire._tools import doctor
+from namespaces import Namespace
 from ranks import LIMIT, reserved_store
-
-from bench.network import namespaces
-from bench.network.namespaces import Namespace
 
 SECRET = "0123456789abcdef"
 NOBODY = 65534

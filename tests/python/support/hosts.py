@@ -1,4 +1,4 @@
-"""Ranks on hosts around a switch, on one machine: see bench/network/namespaces.py."""
+"""Ranks on hosts around a switch, on one machine: see namespaces.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+from namespaces import Namespace, Switch, checked
 from ranks import LIMIT, Outcome
 from stopwatch import queued
-
-from bench.network.namespaces import Namespace, Switch, checked
 
 PORT = 29500  # free: the namespaces are ours
 _CLONE_NEWNS = 0x20000

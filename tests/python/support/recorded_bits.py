@@ -19,9 +19,9 @@ import gradwire
 import numpy as np
 import ranks
 
-from bench.cuda.gpu_arrays import Cpu
-from bench.cuda.gpu_calls import Found, run
-from bench.cuda.gpu_loopback import CODECS, Extent, groups
+from tests.gpu.arrays import Cpu
+from tests.gpu.calls import Found, run
+from tests.gpu.loopback import CODECS, Extent, groups
 
 _KEPT = ("residual", "tau", "calls")
 FILE = Path(__file__).with_suffix(".json")

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import namespaces
 import torch
 import torch.distributed as dist
 from hosts import PORT, Network
 from torch_ranks import LIMIT, _context
-
-from bench.network import namespaces
 
 
 def run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import namespaces
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from bench.network import namespaces
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import namespaces
 import pytest
 from hosts import PORT, Network, debians_etc_hosts
-
-from bench.network import namespaces
 
 pytest.importorskip("torch")
 

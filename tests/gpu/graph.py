@@ -1,6 +1,6 @@
 """Calls in a CUDA graph, and calls that are repeated, on a GPU.
 
-A stage of bench/gpu.py: a captured all_reduce, replayed with other inputs, gives the results and
+A captured all_reduce, replayed with other inputs, gives the results and
 the residuals of as many plain calls; a repeated call neither waits for the GPU nor allocates.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 import gradwire
 import numpy as np
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_calls import Case, Found, difference, values
-from bench.cuda.gpu_loopback import spawn
-from bench.cuda.gpu_rows import Row
+from tests.gpu import arrays
+from tests.gpu.calls import Case, Found, difference, values
+from tests.gpu.loopback import spawn
+from tests.gpu.rows import Row
 
 CODECS = (
     "none",
@@ -45,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--simulated", action="store_true")
     simulated = parser.parse_args().simulated
-    place = gpu_arrays.place(simulated)
+    place = arrays.place(simulated)
     n, replays = (12 * 20, 5) if simulated else (300 * 400, 20)
     for p, codec in product((1, 2), CODECS[::2] if simulated else CODECS):
         case = Case(n=n, algorithm="ring", op="avg", codec=codec, feedback=codec != "none")
@@ -160,7 +160,7 @@ def _capture(comm: gradwire.Communicator, shared: _Shared, calls: _Calls, place:
 
 
 def _graph(place: Any, ranks: int) -> Any:
-    if isinstance(place, gpu_arrays.Simulated):
+    if isinstance(place, arrays.Simulated):
         return _SimulatedGraph(place)
     return _CudaGraph("global" if ranks == 1 else "relaxed")
 
@@ -183,8 +183,8 @@ class _CudaGraph:
 
 
 class _SimulatedGraph:
-    def __init__(self, place: gpu_arrays.Simulated) -> None:
-        self._place, self._library = place, gpu_arrays.simulated_library()
+    def __init__(self, place: arrays.Simulated) -> None:
+        self._place, self._library = place, arrays.simulated_library()
         self._library.simulated_cuda_end_capture.restype = ctypes.c_void_p
         self._graph: int | None = None
 
@@ -218,7 +218,7 @@ def repeated(case: Case, place: Any, comm: gradwire.Communicator, shared: _Share
             calls.make()
         place.wait()
         comm.barrier()
-        watch = _SimulatedCounts() if isinstance(place, gpu_arrays.Simulated) else _CudaCounts()
+        watch = _SimulatedCounts() if isinstance(place, arrays.Simulated) else _CudaCounts()
         told = [_watched(watch, turn, calls, place, shared) for turn in watch.turns]
         return told[-1]
 
@@ -244,7 +244,7 @@ class _SimulatedCounts:
     turns = (0,)
 
     def __init__(self) -> None:
-        self._library = gpu_arrays.simulated_library()
+        self._library = arrays.simulated_library()
 
     def _counts(self) -> Sequence[int]:
         library = self._library

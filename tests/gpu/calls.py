@@ -9,7 +9,7 @@ from typing import Any
 import gradwire
 import numpy as np
 
-from bench.cuda.gpu_arrays import Cpu, Place
+from tests.gpu.arrays import Cpu, Place
 
 POISON = 0xAB  # the bytes of outputs before a call
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_ranks import nccl_environment, nccl_version
-from bench.cuda.gpu_rows import Row, tell
+from tests.gpu import arrays
+from tests.gpu.ranks import nccl_environment, nccl_version
+from tests.gpu.rows import Row, tell
 
-sys.path.append(str(gpu_arrays.TESTS))
+sys.path.append(str(arrays.SUPPORT))
 import torch_ranks
 
 CODECS = ("none", "fp16", "onebit")

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import gradwire
 import torch
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_ranks import nccl_version, prepare
-from bench.cuda.gpu_rows import Row, tell
+from tests.gpu import arrays
+from tests.gpu.ranks import nccl_version, prepare
+from tests.gpu.rows import Row, tell
 
-sys.path.append(str(gpu_arrays.TESTS))
+sys.path.append(str(arrays.SUPPORT))
 import ranks
 
 BLOCKING = "nccl, blocking"

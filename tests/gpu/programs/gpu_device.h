@@ -1,4 +1,4 @@
-// Arrays in a device's memory, and rows of what was found, for the programs that bench/gpu.py runs.
+// Arrays in a device's memory, and rows of what was found, for the programs of this folder and of bench/cuda.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 """The C++ tests of kernels, on the GPU instead of the simulated one; skipped without GoogleTest.
 
-A stage of bench/gpu.py. CMAKE_PREFIX_PATH may name a folder that has GoogleTest.
+CMAKE_PREFIX_PATH may name a folder that has GoogleTest.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.common.report import ROOT
-from bench.cuda import gpu_build
-from bench.cuda.gpu_rows import Row
+from tests.gpu.build import ROOT, CallFailed, call, tool
+from tests.gpu.rows import Row
 
 
 def main() -> int:
@@ -55,13 +54,13 @@ def _built(build: Path, tests: list[str]) -> bool:
     with Row("C++ tests", "build") as row:
         try:
             _configure(build, "ON")
-        except gpu_build.CallFailed as error:
+        except CallFailed as error:
             _configure(build, "OFF")
             if not lacks_googletest(error.output):
                 raise
             row.skip("there is no GoogleTest")
             return False
-        gpu_build.call(gpu_build.tool("ninja"), "-C", str(build), *tests)
+        call(tool("ninja"), "-C", str(build), *tests)
         row.expect(tests, "no test is for a device of one's choice")
         return True
     return False
@@ -69,7 +68,7 @@ def _built(build: Path, tests: list[str]) -> bool:
 
 def _configure(build: Path, tests: str) -> None:
     """Once more, from any directory."""
-    gpu_build.call(gpu_build.tool("cmake"), f"-DGRADWIRE_TESTS={tests}", str(build))
+    call(tool("cmake"), f"-DGRADWIRE_TESTS={tests}", str(build))
 
 
 if __name__ == "__main__":

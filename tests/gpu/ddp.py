@@ -1,6 +1,6 @@
 """gradwire's DDP hook on a GPU: two processes on one, beside plain DDP.
 
-A stage of bench/gpu.py. DDP itself has a gloo group, for nothing here but plain DDP's own averages.
+DDP itself has a gloo group, for nothing here but plain DDP's own averages.
 With --simulated the model is on the CPU: there is no torch on a simulated GPU.
 """
 
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_ranks import nccl_environment, nccl_version
-from bench.cuda.gpu_rows import Row
+from tests.gpu import arrays
+from tests.gpu.ranks import nccl_environment, nccl_version
+from tests.gpu.rows import Row
 
-sys.path.append(str(gpu_arrays.TESTS))
+sys.path.append(str(arrays.SUPPORT))
 import torch_ranks
 
 CODECS = ("none", "fp16", "onebit", "topk:density=0.05")

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from bench.cuda import gpu_torch_jobs
-from bench.cuda.gpu_floors import FLOORS, GOAL, SIZES, Floor, share
-from bench.cuda.gpu_rows import Row, tell
+from bench.cuda import torch_jobs
+from bench.cuda.floors import FLOORS, GOAL, SIZES, Floor, share
+from tests.gpu.rows import Row, tell
 
 _BEYOND_CACHES = 256 << 20  # bytes of x of all sets
 _TURN = 3e-3  # seconds
@@ -51,7 +51,7 @@ def main() -> int:
 def _times(jobs: Jobs, floor: Floor, n: int) -> dict[str, object]:
     sets = max(1, math.ceil(_BEYOND_CACHES / (4 * n)))
     turns = [*_copies(n, sets), jobs.turn(floor.job, n, sets)]
-    job = gpu_torch_jobs.make(floor.job, n, sets)
+    job = torch_jobs.make(floor.job, n, sets)
     turns.append(_turn_of_torch(job, sets))
     seconds: list[list[float]] = [[] for _ in turns]
     for _ in range(_TURNS):
@@ -74,7 +74,7 @@ def _times(jobs: Jobs, floor: Floor, n: int) -> dict[str, object]:
     }
 
 
-def _turn_of_torch(job: gpu_torch_jobs.Job, sets: int) -> _Turn:
+def _turn_of_torch(job: torch_jobs.Job, sets: int) -> _Turn:
     """In a graph, unless that is more than torch can do."""
     if not job.waits:
         try:

@@ -1,4 +1,4 @@
-// The work of kernels, for gpu_speed.py to time beside torch's: a library, through which it
+// The work of kernels, for speed.py to time beside torch's: a library, through which it
 // enqueues a job on a stream of torch's, with arrays of its own, of which there are several sets,
 // so that none is still in a cache when its turn comes.
 #include <algorithm>

@@ -1,7 +1,7 @@
 """What ncu counts in the kernels that matter most, one job after the other.
 
 A stage of bench/gpu.py, skipped where there is no ncu or it may not read the counters.
-`python -m bench.cuda.gpu_counters run PLUGIN JOBS` only runs the jobs.
+`python -m bench.cuda.counters run PLUGIN JOBS` only runs the jobs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from bench.cuda.gpu_rows import Row, tell
+from tests.gpu.rows import Row, tell
 
 _JOBS = (
     "fold",
@@ -49,7 +49,7 @@ def main() -> int:
             ",".join(_METRICS),
             sys.executable,
             "-m",
-            "bench.cuda.gpu_counters",
+            "bench.cuda.counters",
         ]
         done = subprocess.run([*command, "run", plugin, jobs], capture_output=True, text=True)
         found = dict(_counted(done.stdout))
@@ -74,7 +74,7 @@ def _counted(output: str) -> Iterator[tuple[str, dict[str, float]]]:
 
 def _run_jobs(plugin: str, jobs: str) -> None:
     """Each twice, after which the second is warm."""
-    from bench.cuda.gpu_speed import Jobs
+    from bench.cuda.speed import Jobs
 
     library = Jobs(jobs, plugin)
     for name in _JOBS:

@@ -1,4 +1,4 @@
-"""Builds what bench/gpu.py measures, in build/gpu, for this machine's GPU; needs no network.
+"""Builds what bench/gpu.py checks and times, in build/gpu, for this machine's GPU, off line.
 
 Two stages of bench/gpu.py. `core`: the CUDA part, the programs that check its kernels and the jobs
 that time them, by a compiler and nvcc alone. `extension`: what Python loads, and a package of links
@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from bench.common.report import ROOT
-from bench.cuda.gpu_rows import Row
+from tests.gpu.rows import Row
 
+ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/gpu"
 PACKAGES = "python"  # in a build's folder, for PYTHONPATH
 LIBRARY = "libgradwire_cuda.so"
-PROGRAMS = ("bench/gpu_kernels", "bench/libgpu_jobs.so")
+PROGRAMS = ("gpu/gpu_kernels", "gpu/libgpu_jobs.so")
 PLUGIN = BUILD / LIBRARY
 ARCHITECTURES = "90"
 
@@ -117,7 +117,7 @@ def pack(folder: Path) -> None:
     """Copies what was built, without symbols, in the layout of BUILD."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(BUILD / PACKAGES, folder / PACKAGES)
-    (folder / "bench").mkdir()
+    (folder / "gpu").mkdir()
     for program in (*PROGRAMS, LIBRARY):
         shutil.copy2(BUILD / program, folder / program)
     for each in [*folder.rglob("*.so"), folder / PROGRAMS[0]]:

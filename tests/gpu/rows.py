@@ -1,4 +1,4 @@
-"""What a stage of bench/gpu.py prints: a line of JSON for each group of checks, and each time."""
+"""What a stage prints: a line of JSON for each group of checks, and each time."""
 
 from __future__ import annotations
 

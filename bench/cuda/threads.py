@@ -21,9 +21,9 @@ os.environ |= {
 import gradwire
 import numpy as np
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_call_times import Call
-from bench.cuda.gpu_rows import Row, tell
+from bench.cuda.call_times import Call
+from tests.gpu import arrays
+from tests.gpu.rows import Row, tell
 
 _LENGTHS = (1, 1001, 300_001)
 _CODECS = ("none", "fp16", "int8", "onebit", "onebit:block=8192")
@@ -37,7 +37,7 @@ def main() -> int:
     """Prints the row and times."""
     with Row("calls between threads", f"p={_RANKS}") as row:
         try:
-            place = gpu_arrays.Cupy()
+            place = arrays.Cupy()
         except ImportError as error:
             row.skip(str(error))
             return 0
@@ -50,7 +50,7 @@ def main() -> int:
     return 0
 
 
-def _compare(comm: gradwire.Communicator, place: gpu_arrays.Place) -> list[str]:
+def _compare(comm: gradwire.Communicator, place: arrays.Place) -> list[str]:
     """What differs from the same calls on CPUs."""
     wrong = []
     with place.on_stream():
@@ -65,7 +65,7 @@ def _compare(comm: gradwire.Communicator, place: gpu_arrays.Place) -> list[str]:
     return wrong
 
 
-def _times(comm: gradwire.Communicator, place: gpu_arrays.Place) -> list[dict[str, object]]:
+def _times(comm: gradwire.Communicator, place: arrays.Place) -> list[dict[str, object]]:
     """Of blocking calls, one after the other; medians of turns."""
     found = []
     with place.on_stream():
@@ -90,7 +90,7 @@ def _times(comm: gradwire.Communicator, place: gpu_arrays.Place) -> list[dict[st
 
 
 def _turn(
-    comm: gradwire.Communicator, place: gpu_arrays.Place, x: object, call: Call
+    comm: gradwire.Communicator, place: arrays.Place, x: object, call: Call
 ) -> tuple[float, float]:
     """Seconds of a call, until it returns and until its result is there."""
     place.wait()

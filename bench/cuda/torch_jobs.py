@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cuda.gpu_floors import BLOCK, DENSITY, LARGE_BLOCK, PAYLOADS
+from bench.cuda.floors import BLOCK, DENSITY, LARGE_BLOCK, PAYLOADS
 
 DEVICE = "cuda"
 _RANKS = 8  # by which averages divide
@@ -28,7 +28,7 @@ class Job:
 
 
 def make(name: str, n: int, sets: int) -> Job:
-    """The job of that name (gpu_floors.py) of n elements."""
+    """The job of that name (floors.py) of n elements."""
     return _JOBS[name](n, sets)
 
 

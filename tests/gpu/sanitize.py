@@ -1,7 +1,5 @@
 """compute-sanitizer on the kernels' checks with few elements; skipped where there is none, and
 where it says that it can't work on the device.
-
-A stage of bench/gpu.py.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.cuda.gpu_rows import Row
+from tests.gpu.rows import Row
 
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 _ENDED = {

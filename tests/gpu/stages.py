@@ -1,4 +1,4 @@
-"""The stages of bench/gpu.py: programs that print rows, each in processes of its own."""
+"""Runs stages: programs that print rows, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from bench.common.report import ROOT
-from bench.cuda.gpu_build import LIBRARY
+from tests.gpu.build import ROOT
 
 _TOO_LATE = 5.0  # seconds, in which no stage gets anywhere
 SECONDS = "SECONDS"  # in a command: those that the stage has
@@ -66,79 +64,24 @@ class Ended:
 
 
 def python(program: str, *arguments: str) -> list[str]:
-    """The command of a program of bench.cuda."""
-    return [sys.executable, "-u", "-m", f"bench.cuda.{program}", *arguments]
+    """The command of a program, as in "tests.gpu.loopback"."""
+    return [sys.executable, "-u", "-m", program, *arguments]
 
 
-CORE, EXTENSION = "build", "build the extension"
-BUILDS = (CORE, EXTENSION)
+def chosen(every: Sequence[Stage], only: Sequence[str], always: Sequence[str] = ()) -> list[Stage]:
+    """Those of these names, and `always`; all where no names are given. Raises SystemExit."""
+    unknown = set(only) - {each.name for each in every}
+    if unknown:
+        names = ", ".join(each.name for each in every)
+        raise SystemExit(f"gpu: no stage {', '.join(sorted(unknown))}; there are {names}")
+    return [each for each in every if not only or each.name in (*only, *always)]
 
 
-def stages(build: Path, architectures: str | None) -> list[Stage]:
-    """All of them, on a GPU, of what is in a folder; first what tells most.
-
-    Without `architectures` all is built already. Else kernels are built first, with nothing of
-    Python, and checked while the extension is built. Processes share a GPU by turns, which makes
-    many small calls slow: those have waves of their own, and so have times (`speed`, `threads`,
-    `calls`, `steps`, `backend`); `graph` looks at how much memory is free.
-    """
-    made = _of(build, architectures or "")
-    if architectures is not None:
-        return made
-    none = (*BUILDS, "C++ tests")  # whose programs are not carried
-    return [replace(each, needs=()) for each in made if each.name not in none]
-
-
-def _of(build: Path, architectures: str) -> list[Stage]:
-    kernels, library = str(build / "bench/gpu_kernels"), str(build / LIBRARY)
-    jobs = str(build / "bench/libgpu_jobs.so")
-    # Threads that are ranks have a queue each.
-    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-
-    def sanitize(tool: str) -> list[str]:
-        return python("gpu_sanitize", tool, kernels, library, SECONDS)
-
-    core, extension = (CORE,), (EXTENSION,)
-    return [
-        Stage(CORE, python("gpu_build", "core", architectures), 70, 0),
-        Stage("kernels", [kernels, library, "all"], 55, 1, needs=core),
-        Stage(EXTENSION, python("gpu_build", "extension", architectures), 75, 1, needs=core),
-        Stage("speed", python("gpu_speed", library, jobs), 45, 2, needs=core),
-        Stage("threads", python("gpu_threads"), 20, 3, needs=extension),
-        Stage("calls", python("gpu_call_times"), 40, 4, needs=extension),
-        Stage("counters", python("gpu_counters", "count", library, jobs), 15, 5, needs=core),
-        Stage("steps", python("gpu_step_times"), 40, 6, needs=extension),
-        Stage("loopback", python("gpu_loopback"), 60, 7, queues, extension),
-        Stage("graph", python("gpu_graph"), 30, 8, queues, extension),
-        Stage("ranks", python("gpu_ranks"), 60, 9, needs=extension),
-        Stage("C++ tests", python("gpu_tests", str(build), library), 45, 9, needs=extension),
-        Stage("hook", python("gpu_ddp"), 60, 10, needs=extension),
-        Stage("long arrays", [kernels, library, "long"], 30, 10, needs=core),
-        Stage("backend", python("gpu_backend"), 30, 11, needs=extension),
-        Stage("memcheck", sanitize("memcheck"), 20, 12, needs=core),
-        Stage("racecheck", sanitize("racecheck"), 20, 12, needs=core),
-    ]
-
-
-def simulated(build: Path) -> list[Stage]:
-    """What runs over the simulated device, and times nothing."""
-    library = build / "tests/simulated_cuda/libsimulated_cuda.so"
-    environment = {"GRADWIRE_CUDA_SO": str(library)}
-    kernels = [str(build / "bench/gpu_kernels"), str(library), "small"]
-    programs = {  # and their waves; ranks waits more than it works
-        "ranks": ("gpu_ranks", 0),
-        "loopback": ("gpu_loopback", 1),
-        "graph": ("gpu_graph", 1),
-        "hook": ("gpu_ddp", 1),
-        "backend": ("gpu_backend", 1),  # which is skipped there
-    }
-    return [
-        Stage("kernels", kernels, 200, 0),
-        *(
-            Stage(name, python(program, "--simulated"), 200, wave, environment)
-            for name, (program, wave) in programs.items()
-        ),
-    ]
+def status(ended: Sequence[Ended]) -> int:
+    """To exit with: 1 where a check failed, 2 where none failed but some were not made."""
+    if not all(each.passed for each in ended):
+        return 1
+    return 0 if all(each.complete for each in ended) else 2
 
 
 class Deadline:

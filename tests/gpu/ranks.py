@@ -1,6 +1,6 @@
 """Ranks that are processes on one GPU: over NCCL, by way of the host, both; and faults.
 
-A stage of bench/gpu.py. NCCL takes several ranks of one GPU since 2.30 when told to; before, each
+NCCL takes several ranks of one GPU since 2.30 when told to; before, each
 process must say that it is a host of its own, and messages go through sockets: good for whether
 results are right, and for nothing about speed.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import gradwire
 import numpy as np
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_calls import Case, problems
-from bench.cuda.gpu_loopback import CODECS, COLLECTIVES
-from bench.cuda.gpu_rows import Row
+from tests.gpu import arrays
+from tests.gpu.calls import Case, problems
+from tests.gpu.loopback import CODECS, COLLECTIVES
+from tests.gpu.rows import Row
 
-sys.path.append(str(gpu_arrays.TESTS))
+sys.path.append(str(arrays.SUPPORT))
 import ranks
 from stopwatch import own_time
 
@@ -116,7 +116,7 @@ def check(
 
         def body(comm: gradwire.Communicator) -> tuple[list[str], int, str]:
             prepare(comm, links, nccl)
-            found, refused = problems(comm, cases, gpu_arrays.place(simulated))
+            found, refused = problems(comm, cases, arrays.place(simulated))
             assert comm._gpu is not None
             return found, refused, comm._gpu.links
 
@@ -135,7 +135,7 @@ def check_native(p: int, nccl: str) -> None:
 
         def body(comm: gradwire.Communicator) -> list[str]:
             prepare(comm, "nccl", nccl)
-            place = gpu_arrays.place(simulated=False)
+            place = arrays.place(simulated=False)
             wrong = []
             with place.on_stream():
                 for n, algorithm in product(lengths, ("nccl", "auto")):
@@ -187,7 +187,7 @@ def check_fault(fault: str, links: str, p: int, simulated: bool, nccl: str) -> N
 
     def body(comm: gradwire.Communicator) -> tuple[str, int | None, float] | None:
         prepare(comm, links, nccl)
-        place = gpu_arrays.place(simulated)
+        place = arrays.place(simulated)
         with place.on_stream():
             x = place.put(np.ones(1000, np.float32))
             pids = comm.all_gather(np.array([os.getpid()]))

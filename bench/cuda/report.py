@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.common import report
 from bench.common.report import Found
-from bench.cuda.gpu_floors import FLOORS, GOAL, SIZES
+from bench.cuda.floors import FLOORS, GOAL, SIZES
 
 _LONG = 400  # characters
 

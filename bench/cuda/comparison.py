@@ -1,6 +1,6 @@
 """Processor time to find out that all ranks have made the same calls on their GPUs.
 
-``python -m bench.cuda.gpu_comparison --ranks 16 --transport tcp``; needs no GPU. A rank's time for
+``python -m bench.cuda.comparison --ranks 16 --transport tcp``; needs no GPU. A rank's time for
 
 - a call that is compared alone: a collective of no bytes by which each rank hears from each;
 - a round of `csrc/gradwire/cuda/call_comparison.h`, for up to 64 calls and at most every 5 ms.

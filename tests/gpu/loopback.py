@@ -1,6 +1,6 @@
 """Collectives of virtual ranks, threads on one GPU: the bits of the same calls on the CPU.
 
-A stage of bench/gpu.py: every algorithm of every collective, dtypes and operations, every codec on
+Every algorithm of every collective, dtypes and operations, every codec on
 every schedule with error feedback over three calls, results and residuals.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import gradwire
 from gradwire.lab.tuning.measure import COLLECTIVES
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_calls import Case, problems
-from bench.cuda.gpu_rows import Row
+from tests.gpu import arrays
+from tests.gpu.calls import Case, problems
+from tests.gpu.rows import Row
 
 SIZES = (2, 3, 1, 4, 5, 8)  # ranks; two first, since most that can go wrong goes wrong there
 CODECS = (
@@ -64,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--simulated", action="store_true")
     simulated = parser.parse_args().simulated
-    place = gpu_arrays.place(simulated)
+    place = arrays.place(simulated)
     extent = SMALL if simulated else FULL
     for p in extent.sizes:
         for group, cases in groups(extent, p, place.dtypes):
@@ -77,7 +77,7 @@ def main() -> int:
 def _check_cupy() -> None:
     """Arrays of a library whose streams are found otherwise than torch's."""
     try:
-        place = gpu_arrays.Cupy()
+        place = arrays.Cupy()
     except ImportError as error:
         with Row("CuPy's arrays", "p=2") as row:
             row.skip(str(error))
@@ -86,7 +86,7 @@ def _check_cupy() -> None:
     check("CuPy's arrays", 2, cases, place)
 
 
-def check(group: str, p: int, cases: Sequence[Case], place: gpu_arrays.Place) -> None:
+def check(group: str, p: int, cases: Sequence[Case], place: arrays.Place) -> None:
     """A row of these cases on p ranks."""
     # Without feedback these draw by the number of the call, and the CPU's call comes first.
     cases = [each for each in cases if each.feedback or "stochastic" not in each.codec]

@@ -8,13 +8,12 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from bench.common.report import ROOT
-
-TESTS = ROOT / "tests/python/support"
+SUPPORT = Path(__file__).parents[1] / "python/support"
 
 
 class Place(Protocol):
@@ -232,7 +231,7 @@ class Simulated:
 
 @functools.cache
 def _simulated_array() -> Any:
-    sys.path.append(str(TESTS))
+    sys.path.append(str(SUPPORT))
     import simulated_gpu
 
     class ShiftedArray(simulated_gpu.Array):

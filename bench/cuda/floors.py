@@ -22,7 +22,7 @@ class Floor(NamedTuple):
     job: str
     bytes: float  # an element
     formula: str
-    beside: str = ""  # what torch does of the same (gpu_torch_jobs.py); empty: nothing
+    beside: str = ""  # what torch does of the same (torch_jobs.py); empty: nothing
 
 
 _BIT = 1 / 8 + 8 / BLOCK

@@ -1,6 +1,6 @@
 """gradwire's backend of torch.distributed on CUDA tensors: two processes on one GPU.
 
-A stage of bench/gpu.py, which a torch without CUDA skips. Results are compared with those of the
+A torch without CUDA skips it. Results are compared with those of the
 same calls on the CPU, and training with plain PyTorch's in one process. NCCL refuses two ranks on
 one GPU, so times are compared with gloo's on the same CUDA tensors.
 """
@@ -22,10 +22,10 @@ from gradwire.torch._ranks.group import endpoint_of
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from bench.cuda import gpu_arrays
-from bench.cuda.gpu_rows import Row
+from tests.gpu import arrays
+from tests.gpu.rows import Row
 
-sys.path.append(str(gpu_arrays.TESTS))
+sys.path.append(str(arrays.SUPPORT))
 import torch_ranks
 
 Checks = dict[str, bool]
