@@ -27,6 +27,7 @@ from bench.asynchronous import (
     sandblaster_report,
     stragglers_report,
 )
+from bench.common import report
 from bench.common.report import RESULTS, ROOT, size
 from bench.cuda import report as gpu_report
 from bench.libraries import peers_report
@@ -130,35 +131,31 @@ def codecs(results: Path) -> list[str]:
     found = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
     step_ms = {link: _by_step(found.get(link, {})) for link in _LINKS}
     _check_complete(runs, by_batch, steps, step_ms)
-    rows = [
-        f"| | accuracy, {_BATCHES[0]} | accuracy, {_BATCHES[1]} | ratio | "
-        f"{' | '.join(f'ms, {title}' for title in _LINKS.values())} |",
-        "|---|" + "---:|" * (len(_BATCHES) + 1 + len(_LINKS)),
-    ]
+    rows = []
     for method in (GLOO, GLOO_FP16, GLOO_POWERSGD, *TRAINED):
         cells = [_accuracy(setting, method) for setting in by_batch.values()]
         cells.append(_ratio(list(by_batch.values()), method))
         cells += [_number(step_ms[link].get(_step(method)), ".1f") for link in _LINKS]
         title = PEERS.get(method, Method.parse(method).family) + _NOTES.get(method, "")
-        rows.append(f"| {title} | {' | '.join(cells)} |")
-    return rows
+        rows.append([title, *cells])
+    head = ["", *(f"accuracy, {batch}" for batch in _BATCHES), "ratio"]
+    head += [f"ms, {title}" for title in _LINKS.values()]
+    return report.table(" | ".join(head), rows)
 
 
 def links(results: Path) -> list[str]:
     """The milliseconds of a training step by link, of a few methods, and which of them to use."""
     steps = newest(results, "step-times-*.json")
     found = json.loads(steps.read_text(encoding="utf-8"))["step_ms"]
-    rows = [
-        f"| ranks joined by | {' | '.join(_CHOICES.values())} | use |",
-        "|---|" + "---:|" * len(_CHOICES) + "---|",
-    ]
+    rows = []
     for link, (title, advice) in _ADVICE.items():
         step_ms = _by_step(found.get(link, {}))
         cells = [step_ms.get(_step(method)) for method in _CHOICES]
         if None in cells:
             raise Incomplete(f"{steps.name} has not all of {', '.join(_CHOICES)} over {link}")
-        rows.append(f"| {title} | {' | '.join(_number(ms, '.1f') for ms in cells)} | {advice} |")
-    return rows
+        rows.append([title, *(_number(ms, ".1f") for ms in cells), advice])
+    head = ["ranks joined by", *_CHOICES.values(), "use"]
+    return report.table(" | ".join(head), rows, "l" + "r" * len(_CHOICES) + "l")
 
 
 def _by_batch(results: Sequence[Result]) -> dict[int, Setting]:
@@ -230,14 +227,12 @@ def peers(results: Path) -> list[str]:
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     found = {(each["transport"], each["ranks"], each["bytes"]): each for each in cases}
     columns = [(transport, ranks) for transport in ("shm", "tcp") for ranks in _RANKS]
-    rows = [
-        f"| | {' | '.join(f'{transport}, {ranks} ranks' for transport, ranks in columns)} |",
-        "|---|" + "---:|" * len(columns),
-    ]
+    rows = []
     for nbytes in _SIZES:
         cells = [_beside(path, found.get((*column, nbytes)), column, nbytes) for column in columns]
-        rows.append(f"| {size(nbytes)} | {' | '.join(cells)} |")
-    return rows
+        rows.append([size(nbytes), *cells])
+    head = ["", *(f"{transport}, {ranks} ranks" for transport, ranks in columns)]
+    return report.table(" | ".join(head), rows)
 
 
 def _beside(
@@ -271,17 +266,14 @@ def gpu(results: Path) -> list[str]:
 def backend(results: Path) -> list[str]:
     """Milliseconds of the backend's collectives, and how many times faster than gloo they are."""
     found = _loaded(newest(results, "backend-*.json"))["collectives"]
-    rows = [
-        f"| | {' | '.join(f'{ranks} ranks' for ranks in found)} |",
-        "|---|" + "---:|" * len(found),
-    ]
+    rows = []
     first = next(iter(found.values()))
     for operation, by_size in first.items():
         for nbytes in by_size:
             cells = [_beside_gloo(its[operation][nbytes]) for its in found.values()]
             title = f"{operation}, {size(int(nbytes))}"
-            rows.append(f"| {title} | {' | '.join(cells)} |")
-    return rows
+            rows.append([title, *cells])
+    return report.table(" | ".join(["", *(f"{ranks} ranks" for ranks in found)]), rows)
 
 
 def _beside_gloo(its: Mapping[str, list[float]]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from bench.common import report
 from bench.common.machine import OtherLoad, describe
 from bench.common.report import RESULTS
 from bench.training import images
@@ -135,14 +136,13 @@ def document(found: list[Found], load: float) -> Iterator[str]:
     )
     for codec in CODECS:
         yield from ["", f"## {codec}", ""]
-        yield "| block | kB sent a step | ratio | error | owed | ns |"
-        yield "|---:|---:|---:|---:|---:|---:|"
-        for each in found:
-            if each.codec == codec:
-                yield (
-                    f"| {each.block:,} | {each.kilobytes:.1f} | {each.ratio:.2f}× | "
-                    f"{each.error:.4f} | {each.owed:.4f} | {each.nanoseconds:.2f} |"
-                )
+        rows = (
+            f"{each.block:,} | {each.kilobytes:.1f} | {each.ratio:.2f}× | "
+            f"{each.error:.4f} | {each.owed:.4f} | {each.nanoseconds:.2f}"
+            for each in found
+            if each.codec == codec
+        )
+        yield from report.table("block | kB sent a step | ratio | error | owed | ns", rows, "r")
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
+from bench.common import report
 from bench.common.machine import OtherLoad, describe
 from bench.common.report import RESULTS, ROOT
 
@@ -189,7 +190,7 @@ def built(build: Path) -> Iterator[Program]:
 
 
 def measure(program: Program, shape: tuple[int, int], rounds: int) -> list[str]:
-    """The lines of the table for one bucket."""
+    """The table for one bucket."""
     x = torch.randn(*shape)
     others = [make(x) for *_, make in ROWS]
     times: list[list[tuple[float, float]]] = [[] for _ in ROWS]
@@ -199,15 +200,15 @@ def measure(program: Program, shape: tuple[int, int], rounds: int) -> list[str]:
             other()
             theirs = thread_time() - start
             found.append((program.seconds(codec, shape, feedback), theirs))
-    lines = []
+    rows = []
     for (codec, feedback, title, _), found in zip(ROWS, times, strict=True):
         ours, theirs, ratio = (
             statistics.median(values)
             for values in zip(*((a, b, b / a) for a, b in found[1:]), strict=True)
         )
         name = codec + ("" if feedback else ", no feedback")
-        lines.append(f"| {name} | {1e3 * ours:.2f} | {title} | {1e3 * theirs:.2f} | {ratio:.1f}× |")
-    return lines
+        rows.append(f"{name} | {1e3 * ours:.2f} | {title} | {1e3 * theirs:.2f} | {ratio:.1f}×")
+    return report.table("gradwire | ms | beside it | ms | times as long", rows, "lrlrr")
 
 
 def main() -> None:
@@ -223,8 +224,6 @@ def main() -> None:
     with built(options.build) as program, mock.patch.object(dist, "all_reduce", Alone().all_reduce):
         for shape in BUCKETS:
             tables.append(f"## {shape[0]} × {shape[1]} = {shape[0] * shape[1]:,} elements\n")
-            tables.append("| gradwire | ms | beside it | ms | times as long |")
-            tables.append("|---|---:|---|---:|---:|")
             tables += [*measure(program, shape, options.rounds), ""]
     today = datetime.date.today().isoformat()
     head = HEAD.format(

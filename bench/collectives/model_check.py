@@ -327,16 +327,17 @@ def document(found: Mapping[str, Any], name: str) -> str:
 def _table(key: tuple[str, int], cases: Sequence[Case]) -> list[str]:
     """Predicted and measured, in µs; in the last columns what auto chose, and what it costs."""
     names = list(dict.fromkeys(case["algorithm"] for case in fixed(cases)))
-    lines = ["", f"## {key[0]}, p = {key[1]}: predicted / measured, µs", ""]
-    lines += ["| bytes | " + " | ".join([*names, AUTO, "to the best"]) + " |"]
-    lines += ["|---:|" + "---:|" * len(names) + "---|---:|"]
+    rows = []
     for nbytes in dict.fromkeys(case["bytes"] for case in cases):
         row = {case["algorithm"]: case for case in cases if case["bytes"] == nbytes}
         more, best = behind(row[AUTO], cases)
         cells = [_cell(row[name]) for name in names]
         cells += [f"{chosen(row[AUTO])}: {_cell(row[AUTO])}", f"{more:+.0%}, {best['algorithm']}"]
-        lines.append(f"| {nbytes:,} | " + " | ".join(cells) + " |")
-    return lines
+        rows.append([f"{nbytes:,}", *cells])
+    head = " | ".join(["bytes", *names, AUTO, "to the best"])
+    align = "r" * (1 + len(names)) + "lr"
+    title = f"## {key[0]}, p = {key[1]}: predicted / measured, µs"
+    return ["", title, "", *report.table(head, rows, align)]
 
 
 def _cell(case: Case) -> str:

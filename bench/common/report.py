@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import math
+import re
 import shutil
 import statistics
 import sys
@@ -23,20 +24,26 @@ Found = Mapping[str, Any]  # what a measurement found: the content of its json
 Cells = Iterable[str | int | None]
 
 
-def table(head: str, rows: Iterable[Cells], align: str = "l") -> list[str]:
-    """A table's lines; `head` is divided by " | ".
+def table(head: str, rows: Iterable[str | Cells], align: str = "l") -> list[str]:
+    """A table's lines; `head`, and a row that is a text, is divided by bars.
 
     `align` has an l (left) or r for each column, and columns without one are aligned to the right.
     A cell that is None is shown as –.
     """
-    heads = head.split(" | ")
-    marks = ["---" if side == "l" else "---:" for side in align.ljust(len(heads), "r")]
-    return [_line(heads), f"|{'|'.join(marks)}|", *map(_line, rows)]
+    columns = len(_divided(head))
+    marks = ["---" if side == "l" else "---:" for side in align.ljust(columns, "r")]
+    return [_line(head), f"|{'|'.join(marks)}|", *map(_line, rows)]
 
 
-def _line(cells: Cells) -> str:
+def _line(row: str | Cells) -> str:
+    cells = _divided(row) if isinstance(row, str) else row
     texts = ["–" if each is None else str(each) for each in cells]
     return f"|{'|'.join(f' {each} ' if each else ' ' for each in texts)}|"
+
+
+def _divided(row: str) -> list[str]:
+    r"""Its cells; \| is a bar in one."""
+    return [each.strip() for each in re.split(r"(?<!\\)\|", row)]
 
 
 def shown(value: float | None, form: str) -> str:

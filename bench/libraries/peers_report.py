@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import report
-from bench.common.report import median_ratio, size
+from bench.common.report import Cells, median_ratio, size
 from bench.libraries.peer_teams import GLOO, GRADWIRE, OPEN_MPI, TITLES
 
 Case = Mapping[str, Any]
@@ -97,7 +97,7 @@ class Goal(NamedTuple):
     op: str = "all_reduce"
     ranks: tuple[int, ...] = ()  # any
 
-    def row(self, cases: Sequence[Case]) -> str | None:
+    def row(self, cases: Sequence[Case]) -> Cells | None:
         """Of a table, for the cases of one (transport, p); None where there are none."""
         values = [
             (value, case)
@@ -161,8 +161,8 @@ _TCP_GOALS = (
 _MEAN = 1.3  # of ratios to the best, in shared memory
 
 
-def _row(cases: Sequence[Case], *cells: str) -> str:
-    return f"| {cases[0]['transport']}, p = {cases[0]['ranks']} | {' | '.join(cells)} |"
+def _row(cases: Sequence[Case], *cells: str) -> Cells:
+    return f"{cases[0]['transport']}, p = {cases[0]['ranks']}", *cells
 
 
 def mean(cases: Sequence[Case]) -> float | None:
@@ -174,16 +174,16 @@ def mean(cases: Sequence[Case]) -> float | None:
 
 def goals(found: Found) -> list[str]:
     """A table."""
-    rows = ["| | goal | measured | reached |", "|---|---|---:|---|"]
+    rows: list[Cells] = []
     for cases in groups(found):
         in_memory = cases[0]["transport"] == "shm"
         shown = (goal.row(cases) for goal in (_SHM_GOALS if in_memory else _TCP_GOALS))
         rows += [row for row in shown if row is not None]
         value = mean(cases) if in_memory else None
         if value is not None:
-            reached = "yes" if value >= _MEAN else "no"
-            rows.append(_row(cases, f"geometric mean ≥ {_MEAN}×", f"{value:.2f}×", reached))
-    return rows
+            goal, reached = f"geometric mean ≥ {_MEAN}×", report.yes(value >= _MEAN)
+            rows.append(_row(cases, goal, f"{value:.2f}×", reached))
+    return report.table(" | goal | measured | reached", rows, "llrl")
 
 
 def groups(found: Found) -> Iterator[list[Case]]:
@@ -197,27 +197,21 @@ def table(cases: Sequence[Case]) -> list[str]:
     """Of one transport and p."""
     names = list(cases[0]["seconds"])
     others = [name for name in names if name != GRADWIRE]
-    rows = [
-        f"| | {' | '.join(TITLES[name] for name in names)} | "
-        f"{' | '.join(f'× {TITLES[name]}' for name in others)} | × the best | of the wall | "
-        "of the floor | line, ns |",
-        "|---|" + "---:|" * (len(names) + len(others) + 4),
-    ]
+    rows = []
     for case in cases:
-        cells = [f"{median(case, name) * 1e6:,.{_digits(case, name)}f}" for name in names]
+        cells = [_what(case)]
+        cells += [f"{median(case, name) * 1e6:,.{_digits(case, name)}f}" for name in names]
         cells += [f"{ratio(case, name):.2f}" for name in others]
-        cells += [_shown(to_best(case), ".2f"), _shown(share(case), ".0%")]
-        cells += [_shown(of_floor(case), ".0%"), line_times(case)]
-        rows.append(f"| {_what(case)} | {' | '.join(cells)} |")
-    return rows
+        cells += [report.shown(to_best(case), "{:.2f}"), report.shown(share(case), "{:.0%}")]
+        cells += [report.shown(of_floor(case), "{:.0%}"), line_times(case)]
+        rows.append(cells)
+    head = ["", *(TITLES[name] for name in names), *(f"× {TITLES[name]}" for name in others)]
+    head += ["× the best", "of the wall", "of the floor", "line, ns"]
+    return report.table(" | ".join(head), rows)
 
 
 def _digits(case: Case, name: str) -> int:
     return 2 if median(case, name) < 1e-5 else 1 if median(case, name) < 1e-3 else 0
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def _what(case: Case) -> str:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from bench.common import report
 from tests.python.support import namespaces
 
 MESSAGES = (10_000, 40_000, 200_000, 1_000_000)  # bytes
@@ -217,14 +218,13 @@ def _measure_until_right(
 
 def as_table(found: Sequence[Measured]) -> str:
     """The figures as Markdown."""
-    lines = ["| sockets | message, bytes | ms | fastest | at the rate | |"]
-    lines += ["|---|---:|---:|---:|---:|---|"]
-    lines += [
-        f"| {each.pattern} | {each.message:,} | {each.ms:.2f} | {each.fastest_ms:.2f} | "
-        f"{each.least_ms:.2f} to {each.most_ms:.2f} | {_verdict(each)} |"
+    rows = (
+        f"{each.pattern} | {each.message:,} | {each.ms:.2f} | {each.fastest_ms:.2f} | "
+        f"{each.least_ms:.2f} to {each.most_ms:.2f} | {_verdict(each)}"
         for each in found
-    ]
-    return "\n".join(lines)
+    )
+    head = "sockets | message, bytes | ms | fastest | at the rate | "
+    return "\n".join(report.table(head, rows, "lrrrrl"))
 
 
 def _verdict(found: Measured) -> str:

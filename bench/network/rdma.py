@@ -113,17 +113,17 @@ def ratio(case: Found, program: str, other: str) -> float:
 
 def document(found: Found) -> str:
     """The md file."""
-    lines = [
-        "# RDMA: gradwire beside perftest",
-        "",
+    return report.document(
+        "RDMA: gradwire beside perftest",
         f"{found['date']}; {found['device']}, on {found['machine']}; {found['rounds']} rounds, "
         f"programs in turns, medians. `python {found['command']}`.",
-        "",
-        "| | gradwire rdma | perftest | gradwire tcp | rdma / perftest | goal | reached |",
-        "|---|---:|---:|---:|---:|---|---|",
-        *(row for case in found["cases"] for row in _rows(case)),
-    ]
-    return "\n".join([*lines, "", _NOTE]) + "\n"
+        report.table(
+            " | gradwire rdma | perftest | gradwire tcp | rdma / perftest | goal | reached",
+            (row for case in found["cases"] for row in _rows(case)),
+            "lrrrrll",
+        ),
+        _NOTE,
+    )
 
 
 def _rows(case: Found) -> Iterator[str]:
@@ -133,13 +133,13 @@ def _rows(case: Found) -> Iterator[str]:
     )
     for index, program in enumerate(rdma_turns.PERFTEST[case["what"]]):
         measured = ratio(case, RDMA, program)
-        goal, reached = "–", "–"
+        goal = reached = "–"
         if index == 0:
             limit = OF_BANDWIDTH if bandwidth else OF_LATENCY
             goal = f"{'≥' if bandwidth else '≤'} {limit:.2f}"
-            reached = "yes" if (measured >= limit if bandwidth else measured <= limit) else "no"
+            reached = report.yes(measured >= limit if bandwidth else measured <= limit)
         numbers = [_median(case, RDMA), f"{_median(case, program)} {program}", _median(case, TCP)]
-        yield f"| {title} | {' | '.join(numbers)} | {measured:.2f} | {goal} | {reached} |"
+        yield f"{title} | {' | '.join(numbers)} | {measured:.2f} | {goal} | {reached}"
 
 
 def _median(case: Found, program: str) -> str:

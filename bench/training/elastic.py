@@ -302,56 +302,46 @@ def _rows(found: dict[str, Any]) -> Iterator[str]:
 
 def _case_rows(cases: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "Three ranks; seconds, medians.\n"
-    yield "| parameters | way | a step | loss to next step | start to first step | of it imports |"
-    yield "|---|---|---|---|---|---|"
-    for each in cases:
-        new = f"{each['joined']:.2f} | {each['imports']:.2f}" if "joined" in each else "(all) | "
-        yield (
-            f"| {each['millions']} M | {each['way']} | {each['step']:.3f} | {each['lost']:.2f} | "
-            f"{new} |"
-        )
+    head = "parameters | way | a step | loss to next step | start to first step | of it imports"
+    yield from report.table(head, map(_case_row, cases), "llllll")
     yield ""
+
+
+def _case_row(each: dict[str, Any]) -> str:
+    new = f"{each['joined']:.2f} | {each['imports']:.2f}" if "joined" in each else "(all) | "
+    return f"{each['millions']} M | {each['way']} | {each['step']:.3f} | {each['lost']:.2f} | {new}"
 
 
 def _cost_rows(costs: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "A step without change, two ranks, shared memory; medians of blocks in turns, and 95 %"
     yield "intervals of the ratio's.\n"
-    yield "| parameters | session, ms | beside its averages alone | beside the DDP hook |"
-    yield "|---|---|---|---|"
-    for each in costs:
-        ratios = []
-        for other in ("bare", "hook"):
-            low, high = each[other]["interval"]
-            ratios.append(f"{each[other]['median']:.4f} ({low:.4f} to {high:.4f})")
-        took = statistics.median(each["times"]["session"])
-        yield f"| {each['millions']} M | {took:.2f} | {' | '.join(ratios)} |"
+    head = "parameters | session, ms | beside its averages alone | beside the DDP hook"
+    yield from report.table(head, map(_cost_row, costs), "llll")
+
+
+def _cost_row(each: dict[str, Any]) -> str:
+    row = f"{each['millions']} M | {statistics.median(each['times']['session']):.2f}"
+    for other in ("bare", "hook"):
+        low, high = each[other]["interval"]
+        row += f" | {each[other]['median']:.4f} ({low:.4f} to {high:.4f})"
+    return row
 
 
 def _draw(found: dict[str, Any], path: Path) -> None:
     """Throughput over time: steps a second times ranks, for the middle size."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     middle = sorted({each["millions"] for each in found["cases"]})
     cases = [each for each in found["cases"] if each["millions"] == middle[len(middle) // 2]]
-    figure, axes = pyplot.subplots(len(cases), 1, figsize=(8, 2.2 * len(cases)), squeeze=False)
-    for axis, each in zip(axes[:, 0], cases, strict=True):
-        last = max(at for at, _, _ in each["steps"])
-        width = max(0.5, 2 * each["step"])
-        bins = [i * width for i in range(int(last / width) + 2)]
-        axis.hist(
-            [at for at, _, _ in each["steps"]],
-            bins=bins,
-            weights=[1 / width] * len(each["steps"]),
-            histtype="stepfilled",
-        )
-        axis.set_title(f"{each['millions']} M parameters, {each['way']}", loc="left", fontsize=9)
-        axis.set_ylabel("rank steps / s")
-    axes[-1, 0].set_xlabel("seconds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    with report.picture(path, 8, 2.2 * len(cases), len(cases)) as (_, axes):
+        for axis, each in zip(axes[:, 0], cases, strict=True):
+            times = [at for at, _, _ in each["steps"]]
+            width = max(0.5, 2 * each["step"])
+            bins = [i * width for i in range(int(max(times) / width) + 2)]
+            weights = [1 / width] * len(times)
+            axis.hist(times, bins=bins, weights=weights, histtype="stepfilled")
+            title = f"{each['millions']} M parameters, {each['way']}"
+            axis.set_title(title, loc="left", fontsize=9)
+            axis.set_ylabel("rank steps / s")
+        axes[-1, 0].set_xlabel("seconds")
 
 
 if __name__ == "__main__":

@@ -76,26 +76,26 @@ def gradient_bytes() -> int:
 
 def document(found: Found) -> str:
     """The md file."""
-    lines = [
-        "# Overlap of averaging and backward",
-        "",
+    goals = (row for link in found["links"] for row in _goals(found, link))
+    return report.document(
+        "Overlap of averaging and backward",
         f"{found['date']}; {found['machine']}; {found['ranks']} ranks, {found['batch']} images a "
         f"rank and step, {found['bytes'] // 4:,} parameters, codec none; medians, methods in "
         f"turns. `python {found['command']}`.",
-        "",
-        "| | goal | measured | reached |",
-        "|---|---|---:|---|",
-        *(row for link in found["links"] for row in _goals(found, link)),
-    ]
-    for link, measured in found["links"].items():
-        lines += ["", f"## {_title(link)}", "", "| | ms |", "|---|---:|"]
-        lines += [f"| {name}: a step | {each['ms']:.1f} |" for name, each in _named(measured)]
-        lines += [
-            f"| all_reduce of {int(nbytes):,} B, {name} | {ms:.1f} |"
-            for name, times in measured["calls"].items()
-            for nbytes, ms in times.items()
-        ]
-    return "\n".join(lines) + "\n"
+        report.table(" | goal | measured | reached", goals, "llrl"),
+        *(
+            report.section(_title(link), report.table(" | ms", _times(measured)))
+            for link, measured in found["links"].items()
+        ),
+    )
+
+
+def _times(measured: Found) -> Iterator[str]:
+    for name, each in _named(measured):
+        yield f"{name}: a step | {each['ms']:.1f}"
+    for name, times in measured["calls"].items():
+        for nbytes, ms in times.items():
+            yield f"all_reduce of {int(nbytes):,} B, {name} | {ms:.1f}"
 
 
 def _named(measured: Found) -> Iterator[tuple[str, Found]]:
@@ -117,7 +117,7 @@ def _goals(found: Found, link: str) -> Iterator[str]:
         what = f"step ≤ local step + {ALONE} × all_reduce alone"
         yield _goal("shm", what, (step - local) / alone, ALONE)
         floor = (measured["steps"][EMPTY_HOOK]["ms"] - local) / alone
-        yield f"| shm | the same of DDP with an {EMPTY_HOOK} | {floor:.2f}× | – |"
+        yield f"shm | the same of DDP with an {EMPTY_HOOK} | {floor:.2f}× | –"
         yield _goal("shm", f"step ≤ {OF_GLOO} × gloo DDP's", step / gloo, OF_GLOO)
         return
     least = max(local, travel_ms(measured["steps"][_NONE]["sent"], link))
@@ -128,7 +128,7 @@ def _goals(found: Found, link: str) -> Iterator[str]:
             sent = 2 * (found["ranks"] - 1) / found["ranks"] * int(nbytes)
             what = f"{int(nbytes):,} B by {name} at ≥ {OF_RATE:.0%} of the rate"
             share = travel_ms(sent, link) / ms
-            yield f"| {link} | {what} | {share:.1%} | {'yes' if share >= OF_RATE else 'no'} |"
+            yield f"{link} | {what} | {share:.1%} | {report.yes(share >= OF_RATE)}"
 
 
 def travel_ms(payload: float, link: str) -> float:
@@ -137,7 +137,7 @@ def travel_ms(payload: float, link: str) -> float:
 
 
 def _goal(link: str, what: str, value: float, most: float) -> str:
-    return f"| {link} | {what} | {value:.2f}× | {'yes' if value <= most else 'no'} |"
+    return f"{link} | {what} | {value:.2f}× | {report.yes(value <= most)}"
 
 
 if __name__ == "__main__":

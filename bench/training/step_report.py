@@ -120,7 +120,7 @@ def _goals(found: Found) -> list[str]:
     rows = [row for link in found["checks"] for row in _goals_of(found, link)]
     if not rows:
         return []
-    return ["| link | method | goal | measured | met |", "|---|---|---|---:|---|", *rows, ""]
+    return [*report.table("link | method | goal | measured | met", rows, "lllrl"), ""]
 
 
 def _goals_of(found: Found, link: str) -> Iterator[str]:
@@ -137,8 +137,8 @@ def _goals_of(found: Found, link: str) -> Iterator[str]:
 
 
 def _goal(link: str, title: str, goal: str, measured: float | None, least: float, form: str) -> str:
-    met = "–" if measured is None else "yes" if measured >= least else "no"
-    return f"| {link} | {title} | {goal} | {shown(measured, form)} | {met} |"
+    met = "–" if measured is None else report.yes(measured >= least)
+    return f"{link} | {title} | {goal} | {shown(measured, form)} | {met}"
 
 
 def _title(link: str) -> str:
@@ -165,28 +165,25 @@ def _checks(found: Found, link: str) -> list[str]:
 
 
 def _unshaped(found: Found) -> list[str]:
-    rows = ["| method | ms a step | processor ms a step |", "|---|---:|---:|"]
     steps = found["links"][NO_LINK]["steps"]
     named = titles(steps)
-    for name, each in steps.items():
-        rows.append(f"| {named[name]} | {each['ms']:.2f} | {each['processor_ms']:.2f} |")
-    return rows
+    rows = (
+        f"{named[name]} | {each['ms']:.2f} | {each['processor_ms']:.2f}"
+        for name, each in steps.items()
+    )
+    return report.table("method | ms a step | processor ms a step", rows)
 
 
 def _steps(found: Found, link: str) -> list[str]:
     steps, bound = found["links"][link]["steps"], Bound(found, link)
     named, burst = titles(steps), found["checks"].get(link, {}).get("burst", 0)
-    rows = [
-        "| method | ms a step | reached | kB sent | credit ms | codec ms | bound | share | "
-        "ideal / ms | processor ms | its share |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {LOCAL} | {bound.local:.2f} | | | | | | | | | |",
-    ]
+    rows = [[LOCAL, f"{bound.local:.2f}", *[""] * 9]]
     for name in (each for each in steps if each != LOCAL):
         codec, processor = bound.codec(name), bound.processor(name)
         most = None if codec is None else bound.speed_up(name, codec)
         ideal = None if codec is None else bound.step(name, codec) / steps[name]["ms"]
         cells = [
+            named[name],
             f"{steps[name]['ms']:.2f}",
             shown(bound.reached(name), "{:.2f}×"),
             f"{steps[name]['sent'] / 1e3:.1f}",
@@ -198,8 +195,12 @@ def _steps(found: Found, link: str) -> list[str]:
             f"{processor:.2f}",
             shown(bound.share(name, processor), "{:.0%}"),
         ]
-        rows.append(f"| {named[name]} | {' | '.join(cells)} |")
-    return rows
+        rows.append(cells)
+    head = (
+        "method | ms a step | reached | kB sent | credit ms | codec ms | bound | share | "
+        "ideal / ms | processor ms | its share"
+    )
+    return report.table(head, rows)
 
 
 def _beside(found: Found) -> list[str]:
@@ -212,20 +213,19 @@ def _beside(found: Found) -> list[str]:
             ratio = other[what] / shaped[what]
             right.append(abs(ratio - 1) <= BESIDE)
             rows.append(
-                f"| {link}, {emulated['latency_us']:.0f} µs | {what} | {shaped[what]:.2f} | "
-                f"{other[what]:.2f} | {ratio:.2f} | {'yes' if right[-1] else 'no'} |"
+                f"{link}, {emulated['latency_us']:.0f} µs | {what} | {shaped[what]:.2f} | "
+                f"{other[what]:.2f} | {ratio:.2f} | {report.yes(right[-1])}"
             )
     if not rows:
         return []
+    head = f"link | what | shaped | emulated | emulated / shaped | within {BESIDE:.0%}"
     return [
         "## Emulated beside shaped links, milliseconds",
         "",
         "An emulated link has the same rate, and the latency that a byte has on the shaped one. "
         f"{sum(right)} of {len(right)} figures are within {BESIDE:.0%}.",
         "",
-        f"| link | what | shaped | emulated | emulated / shaped | within {BESIDE:.0%} |",
-        "|---|---|---:|---:|---:|---|",
-        *rows,
+        *report.table(head, rows, "llrrrl"),
     ]
 
 

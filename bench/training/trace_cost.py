@@ -76,26 +76,30 @@ def serve(rank: int, store: str, options: argparse.Namespace) -> None:
     if rank == 0:
         found = {"ranks": options.ranks, "rounds": options.rounds, "machine": load.describe()}
         found |= {"date": datetime.date.today().isoformat(), "rows": rows}
-        document = "\n".join(["# What recording a trace costs", "", *table(found), ""])
-        report.save(options.output, found, document)
-        print(document)
+        report.save(options.output, found, document(found))
+        print(document(found))
     dist.destroy_process_group()
 
 
+def document(found: Mapping[str, Any]) -> str:
+    """The md file."""
+    return report.document("What recording a trace costs", table(found))
+
+
 def table(found: Mapping[str, Any]) -> list[str]:
-    """The document's lines."""
-    rows = [
+    """How it was measured, and a row for each case."""
+    rows = (
+        f"{each['what']} | {each['us']:,.1f} | {each['ratio']:.3f} | {{:.3f}} to {{:.3f}}".format(
+            *each["interval"]
+        )
+        for each in found["rows"]
+    )
+    return [
         f"{found['date']}, {found['ranks']} ranks over shared memory, {found['rounds']} rounds, "
         f"{found['machine']}; `python -m bench.training.trace_cost`.",
         "",
-        "| | without, us | with / without | 95 % interval |",
-        "|---|---:|---:|---:|",
+        *report.table("| without, us | with / without | 95 % interval", rows),
     ]
-    for each in found["rows"]:
-        low, high = each["interval"]
-        ratio = f"{each['ratio']:.3f} | {low:.3f} to {high:.3f}"
-        rows.append(f"| {each['what']} | {each['us']:,.1f} | {ratio} |")
-    return rows
 
 
 def trainee(codec: str) -> tuple[gradwire.torch.State, Block]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.common import report
 from bench.training import methods
 from bench.training.train_report import Setting, first_share, settings_of
 from bench.training.train_runs import Point, Result
@@ -122,21 +123,17 @@ def _document(
         titles = methods.titles(each.method for each in lines)
         gloo = next((each for each in lines if each.method == methods.GLOO), None)
         yield from ["", f"## {link}", ""]
-        yield (
-            "| | ms a step | steps as fast | s in all | whole run as fast | test accuracy, % | "
-            f"s to {dense:.1f} % |"
-        )
-        yield "|---|---:|---:|---:|---:|---:|---:|"
+        rows = []
         for each in lines:
-            ended = each.curve[-1].test_accuracy
             steps = "–" if gloo is None else f"{gloo.ms / each.ms:.1f}×"
             whole = "–" if gloo is None else f"{gloo.seconds / each.seconds:.1f}×"
-            seconds = each.reaches(dense / 100)
-            reached = "–" if seconds is None else f"{seconds:.1f}"
-            yield (
-                f"| {titles[each.method]} | {each.ms:.1f} | {steps} | {each.seconds:.1f} | "
-                f"{whole} | {100 * ended:.2f} | {reached} |"
+            rows.append(
+                f"{titles[each.method]} | {each.ms:.1f} | {steps} | {each.seconds:.1f} | {whole} | "
+                f"{100 * each.curve[-1].test_accuracy:.2f} | "
+                f"{report.shown(each.reaches(dense / 100), '{:.1f}')}"
             )
+        head = "| ms a step | steps as fast | s in all | whole run as fast | test accuracy, % | "
+        yield from report.table(f"{head}s to {dense:.1f} %", rows)
     names = dict.fromkeys(each.method for lines in composed.values() for each in lines)
     yield from methods.legend(names)
 

@@ -163,71 +163,70 @@ def _document(results: Sequence[Result], compared: list[Setting], name: str) -> 
 
 def _methods_table(setting: Setting) -> Iterator[str]:
     yield from ["", f"## {_title(setting)}", ""]
-    yield (
-        "| | test accuracy, % | than none, points | training loss | kB sent a step | ratio | "
-        "whole run |"
+    yield from report.table(
+        " | test accuracy, % | than none, points | training loss | kB sent a step | ratio | "
+        "whole run",
+        (_method_row(setting, method) for method in setting.methods),
     )
-    yield "|---|---:|---:|---:|---:|---:|---:|"
-    named = titles(setting.methods)
-    for method in setting.methods:
-        found = setting.of(method)
-        than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
-        sent = [each.bytes_per_step(first_share(each)) for each in found]
-        kilobytes = [each / 1e3 for each in sent if each is not None]
-        yield (
-            f"| {named[method]} | {spread(setting.points(method), 2)} | "
-            f"{spread(than, 2, sign=True)} | {spread([loss(each) for each in found], 4)} | "
-            f"{shown(mean(kilobytes), '{:.1f}')} | {times(setting.ratio(method))} | "
-            f"{times(setting.ratio(method, whole=True))} |"
-        )
     bits = "yes" if all(r.identical for m in setting.methods for r in setting.of(m)) else "**NO**"
     yield from ["", f"All replicas bit-identical at the end of every run: {bits}."]
 
 
+def _method_row(setting: Setting, method: str) -> str:
+    found = setting.of(method)
+    than = setting.differences(method, DENSE, accuracy) if method != DENSE else []
+    sent = [each.bytes_per_step(first_share(each)) for each in found]
+    kilobytes = [each / 1e3 for each in sent if each is not None]
+    return (
+        f"{titles(setting.methods)[method]} | {spread(setting.points(method), 2)} | "
+        f"{spread(than, 2, sign=True)} | {spread([loss(each) for each in found], 4)} | "
+        f"{shown(mean(kilobytes), '{:.1f}')} | {times(setting.ratio(method))} | "
+        f"{times(setting.ratio(method, whole=True))}"
+    )
+
+
 def _goals_table(compared: list[Setting]) -> Iterator[str]:
     rows = [
-        (method, setting)
+        _goal_row(method, setting)
         for setting in compared
         for method in setting.methods
         if Method.parse(method).family in GOALS and Method.parse(method).feedback is None
     ]
-    if not rows:
-        return
-    yield from ["", "## Goals", ""]
-    yield "| | images | goal: points below none | found | goal: ratio | found | reached |"
-    yield "|---|---:|---:|---:|---:|---:|---|"
-    for method, setting in rows:
-        goal, ratio = GOALS[Method.parse(method).family], setting.ratio(method)
-        than = setting.differences(method, DENSE, accuracy)
-        well = bool(than) and -statistics.fmean(than) <= goal.points and (ratio or 0) >= goal.ratio
-        yield (
-            f"| {_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
-            f"{spread([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | "
-            f"{times(ratio)} | {'yes' if well else 'no'} |"
-        )
+    head = " | images | goal: points below none | found | goal: ratio | found | reached"
+    if rows:
+        yield from ["", "## Goals", "", *report.table(head, rows, "lrrrrrl")]
+
+
+def _goal_row(method: str, setting: Setting) -> str:
+    goal, ratio = GOALS[Method.parse(method).family], setting.ratio(method)
+    than = setting.differences(method, DENSE, accuracy)
+    well = bool(than) and -statistics.fmean(than) <= goal.points and (ratio or 0) >= goal.ratio
+    return (
+        f"{_codec(method, setting)} | {setting.run.batch} | ≤ {goal.points} | "
+        f"{spread([-each for each in than], 2, sign=True)} | ≥ {goal.ratio} | {times(ratio)} | "
+        f"{report.yes(well)}"
+    )
 
 
 def _controls_table(compared: list[Setting]) -> Iterator[str]:
     rows = [
-        (method, setting)
+        _control_row(method, setting)
         for setting in compared
         for method in setting.methods
         if feeds_back(method) and setting.of(control_of(method))
     ]
-    if not rows:
-        return
-    yield from ["", "## With feedback less without", ""]
-    yield "| | images | training loss | lower, seeds | test accuracy, points |"
-    yield "|---|---:|---:|---:|---:|"
-    for method, setting in rows:
-        control = control_of(method)
-        losses = setting.differences(method, control, loss)
-        points = setting.differences(method, control, accuracy)
-        yield (
-            f"| {_codec(method, setting)} | {setting.run.batch} | {spread(losses, 4, sign=True)} | "
-            f"{sum(each < 0 for each in losses)} of {len(losses)} | "
-            f"{spread(points, 2, sign=True)} |"
-        )
+    head = " | images | training loss | lower, seeds | test accuracy, points"
+    if rows:
+        yield from ["", "## With feedback less without", "", *report.table(head, rows)]
+
+
+def _control_row(method: str, setting: Setting) -> str:
+    losses = setting.differences(method, control_of(method), loss)
+    points = setting.differences(method, control_of(method), accuracy)
+    return (
+        f"{_codec(method, setting)} | {setting.run.batch} | {spread(losses, 4, sign=True)} | "
+        f"{sum(each < 0 for each in losses)} of {len(losses)} | {spread(points, 2, sign=True)}"
+    )
 
 
 def _rates_table(results: Sequence[Result]) -> Iterator[str]:
@@ -236,16 +235,13 @@ def _rates_table(results: Sequence[Result]) -> Iterator[str]:
     if len({each.run.batch for each in found}) == len(found):
         return
     yield from ["", "## Learning rates, codec none", ""]
-    yield from [
-        "| images | learning rate | training loss | test accuracy, % |",
-        "|---:|---:|---:|---:|",
-    ]
-    for each in found:
-        yield (
-            f"| {each.run.batch} | {each.run.learning_rate:g} | "
-            f"{spread([loss(result) for result in each.of(DENSE)], 4)} | "
-            f"{spread(each.points(DENSE), 2)} |"
-        )
+    rows = (
+        f"{each.run.batch} | {each.run.learning_rate:g} | "
+        f"{spread([loss(result) for result in each.of(DENSE)], 4)} | "
+        f"{spread(each.points(DENSE), 2)}"
+        for each in found
+    )
+    yield from report.table("images | learning rate | training loss | test accuracy, %", rows, "r")
 
 
 def _codec(method: str, setting: Setting) -> str:

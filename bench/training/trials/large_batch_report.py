@@ -141,14 +141,14 @@ def growth(rows: Sequence[Row], target: float) -> Iterator[str]:
     """Accuracy, and steps and bytes until the target, by batch and optimizer."""
     dense = _dense(rows)
     names = [each for each in _NAMES if any(key[0] == each for key in dense)]
-    heads = [f"{_NAMES[each]}: rate | accuracy, % | steps, MB to {target:.0%}" for each in names]
-    yield f"| batch | steps | {' | '.join(heads)} |"
-    yield "|---:|---:|" + "---:|---:|---:|" * len(names)
+    lines = []
     for batch in sorted({batch for _, batch in dense}):
         some = [dense.get((name, batch)) for name in names]
         steps = next(each.run.steps for each in some if each is not None)
-        cells = ["– | – | –" if row is None else _cells(row, target) for row in some]
-        yield f"| {batch:,} | {steps:,} | {' | '.join(cells)} |"
+        cells = ("– | – | –" if row is None else _cells(row, target) for row in some)
+        lines.append(" | ".join([f"{batch:,} | {steps:,}", *cells]))
+    heads = [f"{_NAMES[each]}: rate | accuracy, % | steps, MB to {target:.0%}" for each in names]
+    yield from report.table(" | ".join(["batch | steps", *heads]), lines, "r")
 
 
 def _cells(row: Row, target: float) -> str:
@@ -176,33 +176,34 @@ def breaks(rows: Sequence[Row]) -> Iterator[str]:
 def savings(rows: Sequence[Row], target: float) -> Iterator[str]:
     """Bytes of all ways, the fewest first, and whether the smallest batch is more accurate."""
     base = _dense(rows).get((_USUAL, SMALLEST))
-    yield (
-        f"| | accuracy, % | within {_EQUAL:g} point | MB in all | fewer | MB to {target:.0%} | "
-        "fewer |"
+    ordered = sorted(rows, key=lambda each: each.megabytes)
+    head = (
+        f"| accuracy, % | within {_EQUAL:g} point | MB in all | fewer | MB to {target:.0%} | fewer"
     )
-    yield "|---|---:|---|---:|---:|---:|---:|"
-    base_cost = base.reaches(target) if base else None
-    for row in sorted(rows, key=lambda each: each.megabytes):
-        cost = row.reaches(target)
-        equal = "–" if base is None else report.yes(row.accuracy >= base.accuracy - _EQUAL)
-        cells = [
-            row.accuracies,
-            equal,
-            f"{row.megabytes:,.1f}",
-            "–" if base is None else f"{base.megabytes / row.megabytes:.1f}×",
-            "–" if cost is None else f"{cost[1]:,.1f}",
-            "–" if cost is None or base_cost is None else f"{base_cost[1] / cost[1]:.1f}×",
-        ]
-        yield f"| {row.title} | {' | '.join(cells)} |"
+    yield from report.table(head, (_saving_cells(row, base, target) for row in ordered), "lrl")
+
+
+def _saving_cells(row: Row, base: Row | None, target: float) -> report.Cells:
+    cost, base_cost = row.reaches(target), base.reaches(target) if base else None
+    return (
+        row.title,
+        row.accuracies,
+        None if base is None else report.yes(row.accuracy >= base.accuracy - _EQUAL),
+        f"{row.megabytes:,.1f}",
+        None if base is None else f"{base.megabytes / row.megabytes:.1f}×",
+        None if cost is None else f"{cost[1]:,.1f}",
+        None if cost is None or base_cost is None else f"{base_cost[1] / cost[1]:.1f}×",
+    )
 
 
 def _rates(rows: Sequence[Row]) -> Iterator[str]:
     """What the learning rates were chosen by."""
     yield from ["", "## Rates that were tried", ""]
-    yield from ["| | batch | rate: accuracy, % |", "|---|---:|---|"]
+    lines = []
     for (name, batch), row in sorted(_dense(rows).items()):
         tried = ", ".join(f"{rate:g}: {accuracy:.2f}" for rate, accuracy in row.tried)
-        yield f"| {_NAMES.get(name, name)} | {batch:,} | {tried} |"
+        lines.append(f"{_NAMES.get(name, name)} | {batch:,} | {tried}")
+    yield from report.table("| batch | rate: accuracy, %", lines, "lrl")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

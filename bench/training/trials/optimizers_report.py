@@ -210,41 +210,42 @@ def _rows(table: Table) -> Iterator[str]:
         "examples of all ranks."
     )
     yield ""
-    yield (
-        "| | rate | seeds | loss | than none, % | than AdamW, % | accuracy, % | kB a step | MB in "
-        "all | ratio | whole run |"
+    yield from report.table(
+        " | rate | seeds | loss | than none, % | than AdamW, % | accuracy, % | kB a step | MB in "
+        "all | ratio | whole run",
+        (_cells(table, row) for row in table.rows),
     )
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for row in table.rows:
-        sent, whole = row.sent(), row.sent(whole=True)
-        base, adamw = table.base(row), table.row(ADAMW, DENSE)
-        cells = [
-            f"{row.outcomes[0].run.rate:g}",
-            str(len(row.outcomes)),
-            spread([each.loss for each in row.outcomes], 4),
-            "–" if row is base else percent(row, base),
-            "–" if row is adamw else percent(row, adamw),
-            spread([each.accuracy for each in row.outcomes], 2),
-            "–" if sent is None else f"{sent / 1e3:,.1f}",
-            "–" if whole is None else f"{whole / 1e6:,.1f}",
-            times(row.ratio()),
-            times(row.ratio(whole=True)),
-        ]
-        yield f"| {row.title} | {' | '.join(cells)} |"
     bits = "yes" if all(each.identical for each in table.all) else "**NO**"
     yield from ["", f"All replicas bit-identical at the end of every training: {bits}."]
 
 
+def _cells(table: Table, row: Row) -> report.Cells:
+    sent, whole = row.sent(), row.sent(whole=True)
+    base, adamw = table.base(row), table.row(ADAMW, DENSE)
+    return (
+        row.title,
+        f"{row.outcomes[0].run.rate:g}",
+        len(row.outcomes),
+        spread([each.loss for each in row.outcomes], 4),
+        None if row is base else percent(row, base),
+        None if row is adamw else percent(row, adamw),
+        spread([each.accuracy for each in row.outcomes], 2),
+        None if sent is None else f"{sent / 1e3:,.1f}",
+        None if whole is None else f"{whole / 1e6:,.1f}",
+        times(row.ratio()),
+        times(row.ratio(whole=True)),
+    )
+
+
 def goals(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A table of what exchanges should reach, and of what they do."""
-    yield "| task | | goal: loss above none, % | found | goal: ratio, whole run | found | reached |"
-    yield "|---|---|---:|---:|---:|---:|---|"
-    for table in tables_of(outcomes):
-        yield from goal_lines(table)
+    head = "task | | goal: loss above none, % | found | goal: ratio, whole run | found | reached"
+    rows = (line for table in tables_of(outcomes) for line in goal_lines(table))
+    yield from report.table(head, rows, "llrrrrl")
 
 
 def goal_lines(table: Table) -> Iterator[str]:
-    """A line for each row that has a goal."""
+    """A line of the table for each row that has a goal."""
     for row in table.rows:
         found = row.above(table.base(row))
         goal = goal_of(row.exchange)
@@ -254,28 +255,27 @@ def goal_lines(table: Table) -> Iterator[str]:
         below = statistics.fmean(found) <= goal.percent
         reached = below and ratio >= goal.ratio and whole >= goal.whole
         yield (
-            f"| {TASKS[table.task]} | {row.title} | ≤ {goal.percent:g} | "
+            f"{TASKS[table.task]} | {row.title} | ≤ {goal.percent:g} | "
             f"{spread(found, 2, sign=True)} | ≥ {goal.ratio:g}, ≥ {goal.whole:g} | "
-            f"{times(ratio)}, {times(whole)} | {'yes' if reached else 'no'} |"
+            f"{times(ratio)}, {times(whole)} | {report.yes(reached)}"
         )
 
 
 def _controls(tables: Sequence[Table]) -> Iterator[str]:
-    lines = []
+    rows = []
     for table in tables:
         for row in table.rows:
             control = table.row(row.optimizer, exchanges.without_feedback(row.exchange))
             if control is not None and control is not row:
-                lines.append(f"| {TASKS[table.task]} | {row.title} | {percent(control, row)} |")
-    if lines:
-        yield from ["", "## Without feedback", ""]
-        yield from ["| task | | loss without feedback above that with it, % |", "|---|---|---:|"]
-        yield from lines
+                rows.append((TASKS[table.task], row.title, percent(control, row)))
+    head = "task | | loss without feedback above that with it, %"
+    if rows:
+        yield from ["", "## Without feedback", "", *report.table(head, rows, "ll")]
 
 
 def _rates(tables: Sequence[Table]) -> Iterator[str]:
     """What the learning rates were chosen by."""
-    lines = []
+    rows = []
     for table in tables:
         first = min(each.run.seed for each in table.all)
         for row in table.rows:
@@ -287,11 +287,10 @@ def _rates(tables: Sequence[Table]) -> Iterator[str]:
                     f"{each.run.rate:g}: {each.loss:.4f}{' (best)' * (each.run.rate == best)}"
                     for each in sorted(tried, key=lambda each: each.run.rate)
                 ]
-                lines.append(f"| {TASKS[table.task]} | {row.title} | {', '.join(losses)} |")
-    if lines:
-        yield from ["", "## Learning rates, first seed", ""]
-        yield from ["| task | | rate: loss |", "|---|---|---|"]
-        yield from lines
+                rows.append((TASKS[table.task], row.title, ", ".join(losses)))
+    head = "task | | rate: loss"
+    if rows:
+        yield from ["", "## Learning rates, first seed", "", *report.table(head, rows, "lll")]
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -311,8 +310,7 @@ def links(outcomes: Sequence[Outcome]) -> Iterator[str]:
         "milliseconds:"
     )
     yield ""
-    yield f"| task | | {' | '.join(names)} |"
-    yield "|---|---|" + "---:|" * len(names)
+    rows = []
     for task, optimizer, exchange in dict.fromkeys(
         (each.run.task, each.run.optimizer, each.run.exchange) for each in timed
     ):
@@ -321,9 +319,9 @@ def links(outcomes: Sequence[Outcome]) -> Iterator[str]:
             for e in timed
             if (e.run.task, e.run.optimizer, e.run.exchange) == (task, optimizer, exchange)
         }
-        cells = [f"{1e3 * found[link]:.1f}" if link in found else "–" for link in names]
-        title = Row(optimizer, exchange, ()).title
-        yield f"| {TASKS[task]} | {title} | {' | '.join(cells)} |"
+        cells = (f"{1e3 * found[link]:.1f}" if link in found else None for link in names)
+        rows.append((TASKS[task], Row(optimizer, exchange, ()).title, *cells))
+    yield from report.table(" | ".join(["task | ", *names]), rows, "ll")
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -334,45 +332,39 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
         for key in dict.fromkeys((r.optimizer, r.exchange) for t in tables for r in t.rows)
         if key != (ADAMW, DENSE)
     ]
-    heads = [f"{TASKS[each.task]}, %" for each in tables]
-    yield f"| | {' | '.join(heads)} | seeds | ratio | whole run |"
-    yield "|---|" + "---:|" * (len(tables) + 3)
+    lines = []
     for key in shown:
         rows = [table.row(*key) for table in tables]
         have = [each for each in rows if each is not None]
         cells = [
-            "–" if row is None else percent(row, table.row(ADAMW, DENSE))
+            None if row is None else percent(row, table.row(ADAMW, DENSE))
             for table, row in zip(tables, rows, strict=True)
         ]
-        seeds = str(max(len(each.outcomes) for each in have))
+        seeds = max(len(each.outcomes) for each in have)
         ratios = [mean([e.ratio(whole=whole) for e in have]) for whole in (False, True)]
-        yield f"| {have[0].title} | {' | '.join([*cells, seeds, *map(times, ratios)])} |"
+        lines.append([have[0].title, *cells, seeds, *map(times, ratios)])
+    heads = [f"{TASKS[each.task]}, %" for each in tables]
+    yield from report.table(" | ".join(["", *heads, "seeds | ratio | whole run"]), lines)
 
 
 def others(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """For the documentation: what exchanges cost optimizers other than AdamW."""
-    yield (
-        "| task | | rate | seeds | loss | above the optimizer's own dense loss, % | accuracy, % | "
-        "ratio | whole run |"
+    yield from report.table(
+        "task | | rate | seeds | loss | above the optimizer's own dense loss, % | accuracy, % | "
+        "ratio | whole run",
+        (
+            _other_cells(table, row)
+            for table in tables_of(outcomes)
+            for row in table.rows
+            if row.optimizer != ADAMW
+        ),
+        "ll",
     )
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for table in tables_of(outcomes):
-        for row in table.rows:
-            if row.optimizer == ADAMW:
-                continue
-            base = table.base(row)
-            cells = [
-                TASKS[table.task],
-                row.title,
-                f"{row.outcomes[0].run.rate:g}",
-                str(len(row.outcomes)),
-                spread([each.loss for each in row.outcomes], 4),
-                "–" if row is base else percent(row, base),
-                spread([each.accuracy for each in row.outcomes], 2),
-                times(row.ratio()),
-                times(row.ratio(whole=True)),
-            ]
-            yield f"| {' | '.join(cells)} |"
+
+
+def _other_cells(table: Table, row: Row) -> report.Cells:
+    title, rate, seeds, loss, than, _, accuracy, _, _, *ratios = _cells(table, row)
+    return (TASKS[table.task], title, rate, seeds, loss, than, accuracy, *ratios)
 
 
 def percent(row: Row, other: Row | None) -> str:

@@ -102,9 +102,9 @@ def test_losses_are_compared_seed_by_seed_and_with_goals():
     (table,) = optimizers_report.tables_of(FOUND)
     assert table.row("adamw", "none").outcomes[0].run.rate == 0.004  # which more seeds have
     goals = list(optimizers_report.goal_lines(table))
-    assert rows_with(goals, "| OneBitAdam |")[0].endswith("| ≥ 25, ≥ 10 | 30.0×, 13.0× | yes |")
-    assert rows_with(goals, "OneBitAdam/codec")[0].endswith("| ≥ 60, ≥ 1 | 50.0×, 15.2× | no |")
-    assert rows_with(goals, "int8 |")[0].endswith("| 4.0×, 4.0× | yes |")
+    assert rows_with(goals, "| OneBitAdam |")[0].endswith("| ≥ 25, ≥ 10 | 30.0×, 13.0× | yes")
+    assert rows_with(goals, "OneBitAdam/codec")[0].endswith("| ≥ 60, ≥ 1 | 50.0×, 15.2× | no")
+    assert rows_with(goals, "int8 |")[0].endswith("| 4.0×, 4.0× | yes")
     assert rows_with(goals, "lowrank")[0].split(" | ")[3] == "+9.93 ± 0.03"
     assert not rows_with(goals, "feedback")
 
@@ -151,7 +151,6 @@ def test_the_report_has_tables_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert "| 0.004: 2.0100 (best), 0.1: 3.0000 |" in text
     assert rows_with(lines, "| language model | OneBitAdam | +23.")
     assert rows_with(lines, "| DistributedLion | 0.001 | 1 | not finite | diverged | diverged |")
-    assert "bit-identical at the end of every training: yes" in text
 
 
 def test_the_summary_compares_with_adamw():
