@@ -20,7 +20,7 @@ RANKS, STEPS = 4, 10
 
 def train(rank, store):
     """Move the weights to the mean of all ranks' targets."""
-    comm = gradwire.init(rank=rank, size=RANKS, store=store, timeout=60)
+    comm = gradwire.init(rank=rank, ranks=RANKS, store=store, timeout=60)
     target = np.full(1000, rank, np.float32)
     weights, step = np.zeros_like(target), 0
     while step < STEPS:

@@ -22,7 +22,7 @@ CALLS = 3000  # of a round
 
 def main() -> None:
     """Prints a line for each kind of call."""
-    with gradwire.init(rank=0, size=1) as comm:
+    with gradwire.init(rank=0, ranks=1) as comm:
         array, tensor = np.ones(256, np.float32), torch.ones(256)
         calls: dict[str, Callable[[], object]] = {
             "NumPy array": lambda: comm.all_reduce(array),

@@ -72,7 +72,7 @@ def _parse() -> argparse.Namespace:
     add("--base", help="commit; default: the merge base with the upstream or main")
     add("--collectives", nargs="+", default=["all_reduce", "reduce_scatter", "all_gather"])
     add("--sizes", type=int, nargs="+", default=[4, 1 << 16, 1 << 20, 1 << 24], help="bytes")
-    add("--ranks", type=int, nargs="+", default=[2, 4])
+    add("-n", "--ranks", type=int, nargs="+", default=[2, 4])
     add("--transports", nargs="+", default=["shm", "tcp"])
     add("--algorithm", default="auto")
     add("--codec", default="none")

@@ -76,7 +76,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    add("-n", "--ranks", type=int, nargs="+", default=[2, 4, 8])
     add("--transport", nargs="*", default=["shm", "tcp"])
     add("--link", type=links.rate, nargs="*", default=[links.rate("1gbit")], metavar="RATE")
     add("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")

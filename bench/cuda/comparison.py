@@ -133,7 +133,7 @@ def print_simulated(measured: dict[int, Times], ranks: int, transport: str) -> N
 def main() -> None:
     """Prints both times, and those of more ranks by simulation if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("-n", "--ranks", type=int, default=16)
     parser.add_argument("--transport", default="tcp", help="shm or tcp")
     parser.add_argument("--times", type=int, default=300, help="of each")
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="by fits to fewer ranks")

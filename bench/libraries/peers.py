@@ -76,7 +76,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--transports", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
-    add("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    add("-n", "--ranks", type=int, nargs="+", default=[2, 4, 8])
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes; default: powers of four")
     add("--libraries", nargs="+", choices=list(peer_teams.TITLES), default=peer_teams.TITLES)
     add("--seconds", type=float, default=12.0, help="of a case, if three rounds take no more")

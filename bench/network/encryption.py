@@ -95,7 +95,7 @@ def _run_rank(rank: int, sizes: list[tuple[int, int]], write: int) -> int:
     for number, setting in enumerate(_SETTINGS):
         os.environ["GRADWIRE_ENCRYPTION"] = setting
         store = f"tcp://{links.ShapedLinks.address(0)}:{_PORT + number}"
-        made[setting] = gradwire.init(rank=rank, size=2, store=store, timeout=120.0)
+        made[setting] = gradwire.init(rank=rank, ranks=2, store=store, timeout=120.0)
     for size, turns in sizes:
         x = np.ones(size // 4, np.float32)
         calls = {name: functools.partial(comm.all_reduce, x, out=x) for name, comm in made.items()}

@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", default=10.0, type=float, help="of each period")
     parser.add_argument("--pairs", default=20, type=int, help="periods without and with a joiner")
-    parser.add_argument("--ranks", default=3, type=int)
+    parser.add_argument("-n", "--ranks", default=3, type=int)
     parser.add_argument("--joiner", default=_JOINERS[0], choices=_JOINERS)
     parser.add_argument("--begin", default=0.0, type=float, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)

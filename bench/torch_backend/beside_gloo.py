@@ -71,7 +71,7 @@ def _measurements(options: argparse.Namespace, found: dict[str, Any]) -> Iterato
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
+    parser.add_argument("-n", "--ranks", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--links", nargs="*", default=LINKS, metavar="RATE,LATENCY")
     parser.add_argument("--shaped", type=links.rate, nargs="+", default=(), metavar="RATE")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each call")

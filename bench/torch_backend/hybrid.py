@@ -53,7 +53,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--links", nargs="+", default=LINKS, metavar="RATE,LATENCY")
-    parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
+    parser.add_argument("-n", "--ranks", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=NETWORKS)
     parser.add_argument("--steps", type=int, default=12, help="of each way on each link")
     parser.add_argument("--block", type=int, default=3, help="steps of a way in a round")

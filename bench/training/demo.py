@@ -72,7 +72,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("-n", "--ranks", type=int, default=RANKS)
     parser.add_argument(
         "--methods", nargs="+", default=METHODS, help="as bench/training/methods.py"
     )

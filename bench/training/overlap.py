@@ -57,7 +57,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--here", action="store_true", help="shared memory alone: no root")
     add("--link", type=links.rate, nargs="+", default=[links.rate("1gbit")], metavar="RATE")
-    add("--ranks", type=int, default=2)
+    add("-n", "--ranks", type=int, default=2)
     add("--steps", type=int, default=60, help="of each method on each link")
     add("--block", type=int, default=5, help="steps of a method in a round")
     add("--batch", type=int, default=64, help="images per rank and step")

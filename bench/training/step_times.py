@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="of each method on each link")
     parser.add_argument("--block", type=int, default=5, help="steps of a method in a round")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and step")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("-n", "--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, nargs="+", default=CALLS, help="bytes of all_reduce")
     parser.add_argument("--data", type=Path, help="directory of other IDX files")
     parser.add_argument("--emulated-only", action="store_true", help="no root")

@@ -47,7 +47,7 @@ Block = Callable[[], Any]
 def main() -> int:
     """Measures on ranks of this host; rank 0 writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10, help="of each block; default: 10")
     today = datetime.date.today().isoformat()

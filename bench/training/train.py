@@ -80,7 +80,7 @@ def parse_options() -> argparse.Namespace:
     what.add_argument(
         "--warm-up", type=float, default=WARM_UP, help="share of the steps before a biased codec"
     )
-    what.add_argument("--ranks", type=int, default=4)
+    what.add_argument("-n", "--ranks", type=int, default=4)
     what.add_argument("--algorithm", default="auto", help="of gradwire's all_reduce")
     what.add_argument("--data", type=Path, help="directory of other IDX files")
     what.add_argument("--quick", action="store_true", help="--batches 64 --seeds 1 --epochs 1")

@@ -17,7 +17,7 @@ from gradwire._launch import at_exit
 def init(
     *,
     rank: int | None = None,
-    size: int | None = None,
+    ranks: int | None = None,
     store: str | None = None,
     transports: Sequence[str] | None = None,
     timeout: float = 300,
@@ -29,8 +29,8 @@ def init(
 
     Every rank must call `init` the same number of times.
 
-    Rank and size come from the environment that torchrun, `gradwire run`, mpirun or srun sets;
-    without any of them there is one rank. To give them explicitly, give both and a `store`:
+    Its `rank` and the number of `ranks` come from the environment that torchrun, `gradwire run`,
+    mpirun or srun sets; without any of them there is one rank. Or give both, and a `store`:
     ``tcp://HOST:PORT`` on rank 0's host, the same on all ranks (GRADWIRE_STORE).
 
     `transports` are the ones to offer, best first (GRADWIRE_TRANSPORT). The default is shm, rdma,
@@ -48,13 +48,13 @@ def init(
     dies meanwhile, and InvalidArgument.
     """
     environment.check()
-    if (rank is None) != (size is None):
-        raise InvalidArgument("rank= and size= are given together, or neither")
+    if (rank is None) != (ranks is None):
+        raise InvalidArgument("rank= and ranks= are given together, or neither")
     elastic, stops = arguments.flag(elastic, "elastic"), arguments.flag(stops, "stops")
-    if rank is not None and size is not None:
-        launch = launch_info.explicit(rank, size, store)
+    if rank is not None and ranks is not None:
+        launch = launch_info.explicit(rank, ranks, store)
     elif store is not None:
-        raise InvalidArgument("store= needs rank= and size=; or set GRADWIRE_STORE")
+        raise InvalidArgument("store= needs rank= and ranks=; or set GRADWIRE_STORE")
     else:
         launch = launch_info.from_environment()
         if environment.flag("GRADWIRE_JOIN"):

@@ -46,14 +46,14 @@ _CONNECTED = b""  # what a rank reports before its outcome
 
 def spawn(
     fn: Callable[..., Any],
-    nprocs: int,
+    ranks: int,
     *,
     args: Sequence[Any] = (),
     threads: bool = False,
     transports: Sequence[str] | None = None,
     timeout: float = 300.0,
 ) -> list[Any]:
-    """Runs `fn(comm, *args)` on `nprocs` ranks; returns their results in rank order.
+    """Runs `fn(comm, *args)` on `ranks` ranks; returns their results in rank order.
 
     The ranks are processes forked from this one, so `fn` may be any function, even one defined in a
     notebook, and sees what this process has loaded; its result is pickled. A fork copies only one
@@ -66,7 +66,7 @@ def spawn(
     its `__cause__` names the rank and holds its traceback. Threads cannot be ended: one that goes
     on computing is left behind. Raises InvalidArgument, too.
     """
-    nprocs = arguments.whole(nprocs, "nprocs", least=1)
+    ranks = arguments.whole(ranks, "ranks", least=1)
     if not callable(fn):
         raise arguments.wrong(fn, "fn", "a function of a communicator")
     args = tuple(arguments.items(args, "args", "a list of arguments"))
@@ -75,9 +75,9 @@ def spawn(
         if transports is not None:
             raise InvalidArgument("transports= does not apply to threads=True, which use inproc")
         emulated_link.require_none("threads=True joins threads by inproc")
-        return _results(_Threads(fn, nprocs, args, timeout).run())
+        return _results(_Threads(fn, ranks, args, timeout).run())
     with children_are_kept():
-        return _results(_Processes(fn, nprocs, args, transports, timeout).run())
+        return _results(_Processes(fn, ranks, args, transports, timeout).run())
 
 
 class SpawnedTraceback(Exception):

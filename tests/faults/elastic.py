@@ -201,7 +201,7 @@ class Stage:
         os.environ["GRADWIRE_JOB"] = self._name
         comm = gradwire.init(
             rank=rank,
-            size=self.case.ranks,
+            ranks=self.case.ranks,
             store=self._store,
             secret=_SECRET,
             transports=self.case.transports,

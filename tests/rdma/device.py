@@ -40,7 +40,7 @@ def started(
     def run(rank: int, body: Body) -> Any:
         secret = "0123456789abcdef"
         with gradwire.init(
-            rank=rank, size=size, store=store, secret=secret, timeout=PATIENCE, **options
+            rank=rank, ranks=size, store=store, secret=secret, timeout=PATIENCE, **options
         ) as comm:
             return body(comm)
 

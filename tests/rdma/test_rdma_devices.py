@@ -74,7 +74,7 @@ def refusal(prepare: Callable[[], object]) -> str:
     def body(_: object) -> str:
         prepare()
         with pytest.raises(InvalidArgument) as raised:
-            gradwire.init(rank=0, size=1, store="tcp://127.0.0.1:1", transports=[TRANSPORT])
+            gradwire.init(rank=0, ranks=1, store="tcp://127.0.0.1:1", transports=[TRANSPORT])
         return str(raised.value)
 
     rank = Rank(None, body)

@@ -51,7 +51,7 @@ def meet_anew(store: str, rank: int, size: int) -> float:
     """In this process, whose first communicator is dead."""
     with gradwire.init(
         rank=rank,
-        size=size,
+        ranks=size,
         store=store,
         transports=[TRANSPORT],
         secret="0123456789abcdef",

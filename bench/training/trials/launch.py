@@ -20,7 +20,7 @@ from bench.training.trials.trial import Outcome, Trial, read
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """What all programs that make trials have in common; `name` is of the file of outcomes."""
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("-n", "--ranks", type=int, default=4)
     parser.add_argument("--data", type=Path, help="directory of other IDX files")
     parser.add_argument(
         "--runs",

@@ -99,16 +99,16 @@ def from_environment() -> LaunchInfo:
     return LaunchInfo(0, 1, "no launcher")
 
 
-def explicit(rank: int, size: int, store: str | None) -> LaunchInfo:
-    """Checks rank, size and store as given by the caller; raises InvalidArgument."""
-    rank, size = arguments.whole(rank, "rank"), arguments.whole(size, "size")
+def explicit(rank: int, ranks: int, store: str | None) -> LaunchInfo:
+    """Checks rank, ranks and store as given by the caller; raises InvalidArgument."""
+    rank, size = arguments.whole(rank, "rank"), arguments.whole(ranks, "ranks")
     if not 0 <= rank < size:
-        raise InvalidArgument(f"rank={rank} is not within size={size}")
+        raise InvalidArgument(f"rank={rank} is not within ranks={size}")
     if store is not None:
         arguments.text(store, "store")
     store = store or environment.text("GRADWIRE_STORE")
     if size > 1 and store is None:
-        raise InvalidArgument(f"size={size} ranks need store='tcp://HOST:PORT', on rank 0's host")
+        raise InvalidArgument(f"ranks={size} need store='tcp://HOST:PORT', on rank 0's host")
     return LaunchInfo(
         rank,
         size,

@@ -117,7 +117,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gradwire run", description="Runs a Python program on n ranks of this host."
     )
-    parser.add_argument("-n", type=int, metavar="RANKS", help="number of ranks (--max)")
+    parser.add_argument(
+        "-n", "--ranks", dest="n", type=int, metavar="RANKS", help="number of ranks (--max)"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument(
         "--tag-output", action="store_true", help='begin every line of output with "[rank] "'

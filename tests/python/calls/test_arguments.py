@@ -122,10 +122,10 @@ NO_COUNT = [None, *NO_WHOLE, 0, -1]
 FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[Any]]]] = {
     "init": (
         gradwire.init,
-        {"rank": 0, "size": 1},
+        {"rank": 0, "ranks": 1},
         {
             "rank": NO_WHOLE,
-            "size": NO_WHOLE,
+            "ranks": NO_WHOLE,
             "elastic": NO_FLAG,
             "stops": NO_FLAG,
             "store": NO_TEXT,
@@ -136,10 +136,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[An
     ),
     "spawn": (
         gradwire.spawn,
-        {"fn": lambda comm: 0, "nprocs": 1},
+        {"fn": lambda comm: 0, "ranks": 1},
         {
             "fn": [None, 5, "f"],
-            "nprocs": NO_COUNT,
+            "ranks": NO_COUNT,
             "args": [None, 5, "abc", object()],
             "threads": NO_FLAG,
             "transports": NO_ITEMS,

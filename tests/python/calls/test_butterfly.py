@@ -39,7 +39,7 @@ def test_a_butterfly_has_the_bits_of_what_it_stands_for(elements: int, codec: st
 
 
 def test_the_cost_model_predicts_the_faster_one() -> None:
-    model = gradwire.init(rank=0, size=1, store="unix://none").cost_model
+    model = gradwire.init(rank=0, ranks=1, store="unix://none").cost_model
     both = [model.predict(each, 64, 8) for each in ("recursive_doubling", "halving_doubling")]
     assert model.predict("butterfly", 64, 8) == min(both)
 
@@ -57,7 +57,7 @@ def test_the_cost_model_predicts_the_faster_one() -> None:
 )
 def test_names_of_mpi_are_answered_with_ours(asked: str, told: str) -> None:
     with (
-        gradwire.init(rank=0, size=1, store="unix://none") as comm,
+        gradwire.init(rank=0, ranks=1, store="unix://none") as comm,
         pytest.raises(AttributeError) as raised,
     ):
         getattr(comm, asked)

@@ -166,7 +166,7 @@ def test_the_method_is_a_method() -> None:
         def all_reduce(self, x: Any, **options: Any) -> Any:
             return super().all_reduce(2 * x, **options)
 
-    with gradwire.init(rank=0, size=1) as comm:
+    with gradwire.init(rank=0, ranks=1) as comm:
         x = np.ones(3, np.float32)
         for _ in range(2):
             assert Communicator.all_reduce(comm, x) is x
@@ -282,7 +282,7 @@ def test_its_timeout_is_the_calls() -> None:
 
 
 def test_a_forked_child_is_refused() -> None:
-    comm = gradwire.init(rank=0, size=1)
+    comm = gradwire.init(rank=0, ranks=1)
     x = np.zeros(1, np.float32)
     comm.all_reduce(x)
     child = os.fork()
@@ -302,7 +302,7 @@ def test_it_keeps_no_communicator_alive_nor_memory() -> None:
     import gc
     import weakref
 
-    comm = gradwire.init(rank=0, size=1)
+    comm = gradwire.init(rank=0, ranks=1)
     x = np.zeros(4, np.float32)
     comm.all_reduce(x)
     seen = weakref.ref(comm), weakref.ref(x)

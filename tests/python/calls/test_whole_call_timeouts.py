@@ -38,7 +38,7 @@ class Parts(ObjectCollectives, VariableCollectives):
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    made = Parts(gradwire.init(rank=0, size=1, store="unix://none"))
+    made = Parts(gradwire.init(rank=0, ranks=1, store="unix://none"))
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 

@@ -50,7 +50,7 @@ def test_who_waits_where_rank_0_serves_the_store_is_told() -> None:
     with reserved_store() as store:
 
         def member(rank: int) -> None:
-            with gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30) as comm:
+            with gradwire.init(rank=rank, ranks=2, store=store, secret=SECRET, timeout=30) as comm:
                 let_one_ask(comm)
 
         with elastic_job() as job:

@@ -72,7 +72,7 @@ def test_threads_open_one_listener_together(monkeypatch: pytest.MonkeyPatch) -> 
         return opened[-1]
 
     monkeypatch.setattr(_regrouping, "open_listener", opens)
-    with gradwire.init(rank=0, size=1) as comm, ThreadPoolExecutor(2) as pool:
+    with gradwire.init(rank=0, ranks=1) as comm, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: comm.accept_joins(), range(2))) == [None, None]
         assert opened == [comm._listener]
     for each in opened:
@@ -97,7 +97,7 @@ def test_a_rank_that_serves_a_store_finds_the_next_one() -> None:
     """After resize(store=...), the listener is in that store, not in the one that rank 0 served."""
     name = f"elastic-{secrets.token_hex(4)}"
     first, second = (Address("unix", f"gradwire-{name}-{each}") for each in "ab")
-    comm = gradwire.init(rank=0, size=1, store=str(first), secret=SECRET)
+    comm = gradwire.init(rank=0, ranks=1, store=str(first), secret=SECRET)
     job = comm._mesh.job
     with comm, StoreServer(second, job.name, SECRET.encode()):
         comm.accept_joins()  # nobody serves the first
@@ -128,7 +128,7 @@ def test_an_entry_that_nobody_could_read_is_replaced_only_where_the_store_answer
     """Else it would be written, once the store goes on, over one of a later communicator."""
     silent = Slate(RendezvousError("has not answered"))
     with (
-        gradwire.init(rank=0, size=1) as comm,
+        gradwire.init(rank=0, ranks=1) as comm,
         contextlib.closing(open_listener(comm._mesh)) as listener,
     ):
         job = comm._mesh.job
@@ -165,7 +165,7 @@ def test_no_thread_of_the_program_waits_for_a_store_whose_host_is_gone(
     host = SilentHost()
     monkeypatch.setattr(join_listener, "StoreClient", host.client)
     monkeypatch.setattr(join_listener, "_CLOSE_SECONDS", 0.01)
-    with gradwire.init(rank=0, size=1, store="unix://silent", secret=SECRET) as comm:
+    with gradwire.init(rank=0, ranks=1, store="unix://silent", secret=SECRET) as comm:
         comm.accept_joins()
         assert not comm.should_resize()
         assert host.asked.wait(LIMIT)
@@ -195,7 +195,7 @@ def test_who_joins_asks_a_store_that_does_not_answer_once() -> None:
 
 def test_a_child_holds_nothing_of_a_join_listener() -> None:
     """Neither its sockets nor those of a store that it serves: who connects would wait in vain."""
-    with gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm:
+    with gradwire.init(rank=0, ranks=1, store=f"unix://{secrets.token_hex(8)}") as comm:
         before = held().descriptors
         comm.accept_joins()
         eventually(lambda: not comm._listener._renew.passed)  # type: ignore[union-attr]

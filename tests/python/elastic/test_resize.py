@@ -409,7 +409,7 @@ def test_rank_0_serves_the_store_again_for_those_who_join() -> None:
     with reserved_store() as store:
 
         def member(rank: int) -> Any:
-            comm = gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=30)
+            comm = gradwire.init(rank=rank, ranks=2, store=store, secret=SECRET, timeout=30)
             comm, _ = train(comm, has(3))
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -39,7 +39,7 @@ def asked_by(comm: Communicator, listener: JoinListener, said: bytes) -> socket.
 
 @contextlib.contextmanager
 def opened() -> Iterator[tuple[Communicator, JoinListener]]:
-    with gradwire.init(rank=0, size=1, store="unix://nobody", secret=SECRET) as comm:
+    with gradwire.init(rank=0, ranks=1, store="unix://nobody", secret=SECRET) as comm:
         listener = open_listener(comm._mesh)
         comm._use_listener(listener)
         comm._accepts_joins = True

@@ -162,7 +162,7 @@ def test_a_host_that_is_cut_while_the_ranks_meet_is_named(
 
         monkeypatch.setattr(RendezvousExchange, "_get", get)  # in this process alone
         with pytest.raises(TransportError) as raised:
-            gradwire.init(rank=rank, size=4, store=f"tcp://10.77.0.1:{hosts.PORT}", timeout=60)
+            gradwire.init(rank=rank, ranks=4, store=f"tcp://10.77.0.1:{hosts.PORT}", timeout=60)
         return own_time(), raised.value.peer, str(raised.value)
 
     with contextlib.ExitStack() as stack:

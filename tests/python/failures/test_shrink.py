@@ -348,7 +348,7 @@ def test_the_store_is_not_needed() -> None:
 
         def body(comm: Communicator) -> list[int]:
             rank = comm.rank
-            with gradwire.init(rank=rank, size=3, store=store, secret="0123456789abcdef") as world:
+            with gradwire.init(rank=rank, ranks=3, store=store, secret="0123456789abcdef") as world:
                 train_until_it_fails(world, victim=0)
                 smaller = world.shrink()
             with smaller:

@@ -170,7 +170,7 @@ def excluded_by(setting_0: str, setting_1: str, store: str, timeout: float) -> l
     def body(rank: int) -> str:
         os.environ["GRADWIRE_ENCRYPTION"] = setting_1 if rank else setting_0
         with pytest.raises(gradwire.RendezvousError) as raised:
-            gradwire.init(rank=rank, size=2, store=store, secret=SECRET, timeout=timeout)
+            gradwire.init(rank=rank, ranks=2, store=store, secret=SECRET, timeout=timeout)
         return str(raised.value)
 
     ranks = [Process(partial(body, rank), before=lambda: None) for rank in range(2)]
@@ -243,7 +243,7 @@ def fail(sock: socket.socket, *_: object) -> None:
 
 def test_who_joins_with_another_setting_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = f"unix://{secrets.token_hex(8)}"
-    with gradwire.init(rank=0, size=1, store=store, secret=SECRET) as comm:
+    with gradwire.init(rank=0, ranks=1, store=store, secret=SECRET) as comm:
         comm.accept_joins()
         monkeypatch.setattr(joining, "client_handshake", fail)
         with pytest.raises(gradwire.RendezvousError, match="cannot join job 'gradwire': it has"):

@@ -69,7 +69,7 @@ def test_no_rank_meets_another_with_a_wrong_value(
 ) -> None:
     monkeypatch.setenv(name, value)
     for meet in (
-        lambda: gradwire.init(rank=0, size=2, store="unix://nobody", timeout=60),
+        lambda: gradwire.init(rank=0, ranks=2, store="unix://nobody", timeout=60),
         lambda: gradwire.join(store="unix://nobody", timeout=60),
         lambda: serve.Server(store="unix://nobody", timeout=60),
     ):
@@ -91,4 +91,4 @@ def test_secrets_are_checked_before_ranks_meet(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             with pytest.raises(gradwire.RendezvousError, match=r"secret|SECRET"):
-                gradwire.init(rank=0, size=2, store="unix://nobody", timeout=60)
+                gradwire.init(rank=0, ranks=2, store="unix://nobody", timeout=60)

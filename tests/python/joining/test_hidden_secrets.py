@@ -62,5 +62,5 @@ def test_the_records_with_a_secret_are_known() -> None:
 
 
 def test_a_communicator_shows_none() -> None:
-    with gradwire.init(rank=0, size=1, secret=SECRET) as comm:
+    with gradwire.init(rank=0, ranks=1, secret=SECRET) as comm:
         assert SECRET.decode() not in repr(comm) + repr(comm._mesh)

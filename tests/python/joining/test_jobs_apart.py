@@ -34,7 +34,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Process]]:
 
         def begin(job: str, rank: int, size: int = 2, **options: Any) -> Process:
             def body() -> list[str]:
-                place = {"rank": rank, "size": size, "store": store, "secret": SECRET}
+                place = {"rank": rank, "ranks": size, "store": store, "secret": SECRET}
                 with gradwire.init(**place, timeout=LIMIT, **options) as comm:
                     return list(comm.all_gather_object(job))
 

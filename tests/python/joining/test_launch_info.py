@@ -139,7 +139,7 @@ def test_a_wrong_environment_says_what_is_wrong(
 
 
 def test_explicit_arguments_are_checked() -> None:
-    with pytest.raises(InvalidArgument, match="rank=2 is not within size=2"):
+    with pytest.raises(InvalidArgument, match="rank=2 is not within ranks=2"):
         explicit(2, 2, "tcp://a:1")
     with pytest.raises(InvalidArgument, match="need store="):
         explicit(0, 2, None)

@@ -81,7 +81,7 @@ def test_a_store_on_an_unknown_host_is_told_before_the_secret(
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", unknown_name)
     with pytest.raises(RendezvousError, match=r"store at tcp://leader:1 is unknown here \(.*not k"):
-        gradwire.init(rank=1, size=2, store="tcp://leader:1", timeout=LIMIT)
+        gradwire.init(rank=1, ranks=2, store="tcp://leader:1", timeout=LIMIT)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_process_that_may_start_no_thread_says_so() -> None:
     def body() -> str:
         without_threads()
         with pytest.raises(RendezvousError, match="ulimit -u") as raised:
-            gradwire.init(rank=0, size=2, store=store, secret=SECRET, timeout=LIMIT)
+            gradwire.init(rank=0, ranks=2, store=store, secret=SECRET, timeout=LIMIT)
         return type(raised.value.__cause__).__name__
 
     with reserved_store() as store:

@@ -176,7 +176,7 @@ def test_one_host_can_do_with_ipv6_alone(caplog: pytest.LogCaptureFixture) -> No
     with socket.socket(socket.AF_INET6) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("::1", 0))
-        place = {"size": 3, "store": f"tcp://[::1]:{reserved.getsockname()[1]}"}
+        place = {"ranks": 3, "store": f"tcp://[::1]:{reserved.getsockname()[1]}"}
 
         def body(rank: int) -> tuple[str, dict[int, str], float]:
             with gradwire.init(rank=rank, **place, transports=["tcp"], secret=SECRET) as comm:

@@ -24,7 +24,7 @@ def alone(bare_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def init_over_tcp(store: str) -> None:
-    gradwire.init(rank=0, size=2, store=store, timeout=5)
+    gradwire.init(rank=0, ranks=2, store=store, timeout=5)
 
 
 def join_over_tcp(store: str) -> None:
@@ -45,7 +45,7 @@ def serve_command(store: str) -> None:
 
 def listener_over_tcp(store: str) -> None:
     """The listener opens on a thread, and `resize` says what kept it from that."""
-    with gradwire.init(rank=0, size=1) as comm:
+    with gradwire.init(rank=0, ranks=1) as comm:
         comm.resize(store=store, min_ranks=2, wait=0.2)
 
 
@@ -83,7 +83,7 @@ def test_insecure_is_said_and_warned_of(
     monkeypatch.setenv("GRADWIRE_INSECURE", "1")
 
     def body(rank: int) -> int:
-        with gradwire.init(rank=rank, size=2, store=store, timeout=30) as comm:
+        with gradwire.init(rank=rank, ranks=2, store=store, timeout=30) as comm:
             return comm.size
 
     with reserved_store() as store, ThreadPoolExecutor(2) as pool:

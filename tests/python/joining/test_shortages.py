@@ -87,7 +87,7 @@ def test_the_rank_that_is_out_of_descriptors_says_so_at_once(
         began = time.monotonic()
         with pytest.raises(gradwire.Error) as raised:
             gradwire.init(
-                rank=rank, size=2, store=store, transports=[transport], secret=SECRET, timeout=60
+                rank=rank, ranks=2, store=store, transports=[transport], secret=SECRET, timeout=60
             )
         return str(raised.value), time.monotonic() - began
 
@@ -106,7 +106,7 @@ def test_the_rank_that_is_out_of_descriptors_says_so_at_once(
 def test_a_client_of_a_store_that_is_out_of_descriptors_says_so_at_once() -> None:
     began, init = time.monotonic(), gradwire.init  # is loaded here, which takes a descriptor
     with no_descriptors(), pytest.raises(RendezvousError, match="no file descriptor left"):
-        init(rank=1, size=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
+        init(rank=1, ranks=2, store="tcp://127.0.0.1:9", secret=SECRET, timeout=LIMIT)
     assert time.monotonic() - began < LIMIT / 2
 
 
@@ -235,7 +235,7 @@ def test_a_parameter_servers_door_survives_a_shortage_of_descriptors(
 
 
 def test_the_elastic_door_survives_what_goes_wrong() -> None:
-    with gradwire.init(rank=0, size=1, store="unix://nobody", secret=SECRET) as comm:
+    with gradwire.init(rank=0, ranks=1, store="unix://nobody", secret=SECRET) as comm:
         comm.accept_joins()
         listener = comm._listener
         assert listener is not None

@@ -310,7 +310,7 @@ def a_store() -> Iterator[str]:
 @contextlib.contextmanager
 def a_join_listener() -> Iterator[str]:
     with (
-        gradwire.init(rank=0, size=1, store=f"unix://{secrets.token_hex(8)}") as comm,
+        gradwire.init(rank=0, ranks=1, store=f"unix://{secrets.token_hex(8)}") as comm,
         contextlib.closing(open_listener(comm._mesh)) as opened,
     ):
         yield opened._address.unix

@@ -285,7 +285,7 @@ def test_a_rank_that_ends_in_sys_exit_is_a_failure(threads: bool) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="nprocs=0"):
+    with pytest.raises(gradwire.InvalidArgument, match="ranks=0"):
         spawn(print, 0)
     with pytest.raises(gradwire.InvalidArgument, match="'ib'"):
         spawn(print, 1, transports=["ib"])

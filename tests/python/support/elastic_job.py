@@ -138,7 +138,7 @@ class ElasticJob:
 
         def member(rank: int) -> Any:
             with_store = {"store": self.store, "transports": self._transports, "timeout": 30}
-            return body(gradwire.init(rank=rank, size=size, secret=SECRET, **with_store))
+            return body(gradwire.init(rank=rank, ranks=size, secret=SECRET, **with_store))
 
         return [self.process(lambda rank=rank: member(rank)) for rank in range(size)]
 

@@ -128,7 +128,7 @@ class Network(Switch):
             os.environ.update({"GRADWIRE_SECRET": "0123456789abcdef", **environment(rank)})
             if etc_hosts is not None:
                 _replace_etc_hosts(etc_hosts(places[rank]))
-            place = {"rank": rank, "size": len(places), "store": store} if store else {}
+            place = {"rank": rank, "ranks": len(places), "store": store} if store else {}
             with gradwire.init(**place, timeout=timeout) as comm:
                 return body(comm, pipe)
 

@@ -130,7 +130,7 @@ def _turn(comm: Communicator, draw: random.Random) -> Communicator:
 def soak(rank: int, store: str, seconds: float, report: Callable[[int, Sample], None]) -> None:
     """One rank's part; reports samples at equal times."""
     draw = random.Random(7)  # the same on all ranks
-    comm = gradwire.init(rank=rank, size=RANKS, store=store, secret="0123456789abcdef")
+    comm = gradwire.init(rank=rank, ranks=RANKS, store=store, secret="0123456789abcdef")
     began, turns, reported = time.monotonic(), 0, 0
     over = np.zeros(1, np.float32)
     while not over[0]:

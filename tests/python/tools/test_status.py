@@ -161,7 +161,7 @@ def test_how_it_was_joined_is_shown(secret: str | None) -> None:
     name = f"gradwire-test-{secrets.token_hex(4)}"
 
     def about(rank: int) -> list[str]:
-        with gradwire.init(rank=rank, size=2, store=f"unix://{name}", secret=secret) as comm:
+        with gradwire.init(rank=rank, ranks=2, store=f"unix://{name}", secret=secret) as comm:
             found = _core.ranks_on_this_host()
             comm.barrier()
             return [each["about"] for each in found if each["tag"] == comm._mesh.job.tag]

@@ -149,7 +149,7 @@ def come(model: Model) -> None:
     ],
 )
 def test_other_changes_of_buffers_are_refused(change: Callable[[Model], None], text: str) -> None:
-    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     model, session, optimizer = made(Model(), ranks=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match=text):
         train(model, session, optimizer, lambda _: change(model))

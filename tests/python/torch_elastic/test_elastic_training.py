@@ -268,7 +268,7 @@ def lose_gradients(
 
 
 def test_gradients_that_zero_grad_has_lost_are_told() -> None:
-    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     model, optimizer, session = made(ranks=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match=r"leave zero_grad\(\) out"):
         lose_gradients(session, model, optimizer)
@@ -281,7 +281,7 @@ def forget_to_commit(session: elastic.Session, model: nn.Module) -> None:
 
 
 def test_a_forgotten_commit_is_told() -> None:
-    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     model, _, session = made(ranks=alone, min_ranks=1)
     with pytest.raises(gradwire.InvalidArgument, match="without commit"):
         forget_to_commit(session, model)

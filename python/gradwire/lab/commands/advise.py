@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"one of {', '.join(TABLES)}; or module:callable, which returns a torch module",
     )
-    add("--ranks", type=int, help="number of ranks")
+    add("-n", "--ranks", type=int, help="number of ranks")
     add("--per-host", type=int, default=1, metavar="RANKS", help="ranks of each host; default: 1")
     add("--link", metavar="RATE[,LATENCY]", help="between hosts, one way, as 10gbit,50us")
     time = parser.add_mutually_exclusive_group()

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `run`."""
     add = parser.add_argument
     add("--algorithm", nargs="+", default=["ring"], help="names, files in the text form, or all")
-    add("--ranks", type=int, nargs="+", required=True, help="one number, or several")
+    add("-n", "--ranks", type=int, nargs="+", required=True, help="one number, or several")
     add("--bytes", nargs="+", default=["100M"], metavar="SIZE", help="as 64K, 1G; default: 100M")
     add("--topology", default=_TOPOLOGY, metavar="TEXT", help=f"levels; default: '{_TOPOLOGY}'")
     add("--codec", default="none", help="default: none")
