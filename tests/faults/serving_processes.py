@@ -121,7 +121,7 @@ def server(case: Case, shard: int, store: str, folder: Path, pipe: Connection) -
         store=store,
         transports=[case.transport],
         snapshot=folder,
-        every=_SNAPSHOT_SECONDS,
+        interval=_SNAPSHOT_SECONDS,
     ):
         pipe.send("ready")
         pipe.recv()

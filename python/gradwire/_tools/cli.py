@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradwire._base import units
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
@@ -112,11 +113,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--snapshot", metavar="DIR", help="write and read the shards' states there")
     parser.add_argument(
-        "--every",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="between snapshots; default: 60",
+        "--interval", default="60s", metavar="TIME", help="between snapshots; default: 60s"
     )
     parser.add_argument(
         "--until-idle", action="store_true", help="end when all clients have come and gone"
@@ -142,7 +139,7 @@ def _serve_command(options: argparse.Namespace) -> int:
         store=options.store,
         name=options.name,
         snapshot=options.snapshot,
-        every=options.every,
+        interval=units.duration(options.interval),
     )
     sys.stderr.write(f"gradwire serve: {server!r} has begun\n")
     server.run(until_idle=options.until_idle)

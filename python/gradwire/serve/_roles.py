@@ -46,7 +46,7 @@ def role(
     name: str = "parameters",
     secret: bytes | str | None = None,
     snapshot: str | os.PathLike[str] | None = None,
-    every: float = 60.0,
+    interval: float = 60.0,
     timeout: float = 300.0,
 ) -> Replica | None:
     """Gives each process of a launch its role: the first ones serve a shard each, the others train.
@@ -58,7 +58,7 @@ def role(
     `gradwire.torch.Downpour` without `store` then find these servers, by `name`.
 
     Under ``gradwire run --servers`` the servers are there already, and all processes are replicas.
-    `name`, `secret`, `snapshot` and `every` are as in `Server`. On several hosts srun and mpirun
+    `name`, `secret`, `snapshot` and `interval` are as in `Server`. On several hosts srun and mpirun
     need a secret, the argument or GRADWIRE_SECRET; under torchrun rank 0 makes one where there is
     none. `timeout` limits the rendezvous, in seconds.
 
@@ -94,7 +94,7 @@ def role(
             name=name,
             secret=found.secret or None,
             snapshot=snapshot,
-            every=every,
+            interval=interval,
             timeout=deadline.left,
         )
 

@@ -54,7 +54,7 @@ class Server:
         secret: bytes | str | None = None,
         transports: Sequence[str] | None = None,
         snapshot: str | os.PathLike[str] | None = None,
-        every: float = 60.0,
+        interval: float = 60.0,
         timeout: float = 300.0,
     ) -> None:
         """Begins to listen for clients.
@@ -64,15 +64,16 @@ class Server:
         of shard 0, whose process listens there; port 0 takes a free one. Without it GRADWIRE_STORE
         counts; without both, one for processes of this host and user is made: see the attribute
         `store`. `name` tells several services of a job apart. `secret` keeps strangers out, as for
-        `gradwire.init`. Into the folder `snapshot` each shard writes its state `every` so many
-        seconds, and begins with what it finds there. `timeout` limits the rendezvous, in seconds.
+        `gradwire.init`. Into the folder `snapshot` each shard writes its state after each
+        `interval`, and begins with what it finds there. `timeout` limits the rendezvous. Both are
+        in seconds.
 
         Raises InvalidArgument, RendezvousError, and OSError for a snapshot that cannot be read.
         """
         self.shards = _number_of_shards(shards)
         self.only = _chosen(only, self.shards)
         self._folder = None if snapshot is None else Path(snapshot)
-        self._every = arguments.seconds(every, "every")
+        self._interval = arguments.seconds(interval, "interval")
         self._stopping, self._ended = threading.Event(), False
         self.snapshot_error = ""
         deadline = Deadline(arguments.seconds(timeout))
@@ -193,7 +194,7 @@ class Server:
 
     def _write_snapshots(self) -> None:
         """Writes snapshots in their time, and those that clients ask for."""
-        due = Deadline(self._every)
+        due = Deadline(self._interval)
         while not self._stopping.is_set():
             for shard, core in self._cores.items():
                 ticket = core.snapshot_wanted(_TICK_SECONDS / len(self._cores))
@@ -202,7 +203,7 @@ class Server:
             self._follow_store()
             if due.passed:
                 self._write_all()
-                due = Deadline(self._every)
+                due = Deadline(self._interval)
 
     def _write_all(self) -> str:
         """Writes all shards' snapshots; returns why not, or an empty text."""

@@ -15,7 +15,7 @@ from gradwire.lab.planner.advice import Advice
 
 @pytest.fixture(scope="module")
 def slow() -> Advice:
-    return gradwire.advise("resnet50", ranks=8, link="1gbit,50us", compute=100.0)
+    return gradwire.advise("resnet50", ranks=8, link="1gbit,50us", compute=0.1)
 
 
 def test_str_is_the_report(slow: Advice) -> None:
@@ -46,7 +46,7 @@ def test_the_least_batch_waits_for_a_tenth(slow: Advice) -> None:
             "resnet50",
             ranks=8,
             link="1gbit,50us",
-            compute=100.0 * each / 32,
+            compute=0.1 * each / 32,
             batch=each,
             codecs=["none"],
         )
@@ -54,7 +54,7 @@ def test_the_least_batch_waits_for_a_tenth(slow: Advice) -> None:
 
 
 def test_fast_links_do_not() -> None:
-    found = gradwire.advise("resnet50", ranks=8, link="400gbit,2us", compute=100.0)
+    found = gradwire.advise("resnet50", ranks=8, link="400gbit,2us", compute=0.1)
     assert found.sentences[0].startswith("Compression does not pay")
     assert "below about" in found.sentences[0]
     assert found.best.codec == "none"
@@ -64,7 +64,7 @@ def test_fast_links_do_not() -> None:
 
 def test_ranks_that_do_not_pay_are_said_to() -> None:
     """VGG-16 on Ethernet: two ranks exchange longer than they compute."""
-    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=500.0, codecs=["none"])
+    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=["none"])
     (sentence,) = found.sentences
     assert sentence.startswith("More than 1 ranks do not pay")
     assert "From about" in sentence
@@ -72,11 +72,11 @@ def test_ranks_that_do_not_pay_are_said_to() -> None:
 
 def test_the_turning_point_turns() -> None:
     """Just below the stated rate compression pays by the same model, and well above it does not."""
-    found = gradwire.advise("resnet50", ranks=8, link="100gbit,10us", compute=20.0)
+    found = gradwire.advise("resnet50", ranks=8, link="100gbit,10us", compute=0.02)
     number, unit = found.sentences[0].rpartition("about ")[2].split()[:2]
     for factor, pays in ((0.5, True), (2.0, False)):
         link = f"{float(number) * factor}{unit[:4].lower()},10us"
-        there = gradwire.advise("resnet50", ranks=8, link=link, compute=20.0)
+        there = gradwire.advise("resnet50", ranks=8, link=link, compute=0.02)
         assert there.sentences[0].startswith("Compression pays") == pays
 
 
@@ -95,7 +95,7 @@ def test_scaling_begins_with_one_rank(slow: Advice) -> None:
 
 
 def test_scaling_goes_by_powers_of_two_up_to_the_ranks() -> None:
-    found = gradwire.advise("nin", ranks=5, link="1gbit", compute=100.0, codecs=["none"])
+    found = gradwire.advise("nin", ranks=5, link="1gbit", compute=0.1, codecs=["none"])
     assert [row[0] for row in found.weak] == [row[0] for row in found.strong] == [1, 2, 4, 5]
 
 
@@ -140,8 +140,8 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         ("resnet50 --ranks 4 --link=-1gbit", "positive"),
         ("resnet50 --ranks 4 --link 1gbit,-5us", "positive"),
         ("resnet50 --ranks 4 --link fast", "a rate"),
-        ("resnet50 --ranks 4 --link 1gbit --compute -3", "compute"),
-        ("resnet50 --ranks 4 --link 1gbit --compute inf", "finite"),
+        ("resnet50 --ranks 4 --link 1gbit --compute=-3ms", "positive"),
+        ("resnet50 --ranks 4 --link 1gbit --compute 180", "a time"),
         ("resnet50 --ranks 4 --link 1gbit --batch 0", "batch=0"),
         ("resnet50 --ranks 4 --link 1gbit --codecs nope", "nope"),
         ("resnet50 --ranks 4 --link 1gbit --per-host 0", "per_host=0"),
@@ -171,7 +171,7 @@ def test_published_speed_ups_have_their_assumptions(capsys: pytest.CaptureFixtur
 
 
 def test_ranks_may_share_the_cores_of_a_host() -> None:
-    line = {"ranks": 8, "per_host": 4, "link": "1gbit,50us", "compute": 50.0, "codecs": ["int8"]}
+    line = {"ranks": 8, "per_host": 4, "link": "1gbit,50us", "compute": 0.05, "codecs": ["int8"]}
     alone, roomy, crowded = (
         gradwire.advise("nin", **line, cores=cores)  # type: ignore[arg-type]
         for cores in (None, 8, 2)

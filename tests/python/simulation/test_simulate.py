@@ -63,7 +63,7 @@ def test_more_ranks_do_not_make_a_tree_faster() -> None:
 
 
 def test_steps_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "simulate --ranks 4096 --bytes 100M --compute 200 --spread 0.05 --json"
+    line = "simulate --ranks 4096 --bytes 100M --compute 200ms --spread 0.05 --json"
     failing = " --failures 4y --checkpoint 60s --restart 5m"
     assert cli.main((line + failing).split()) == 0
     found = json.loads(capsys.readouterr().out)
@@ -71,8 +71,8 @@ def test_steps_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.22 < step["slowest"] < 0.26
     assert failures["hosts"] == 4096
     assert 0 < failures["lost"] < 0.2
-    every = " --every 6h"
-    assert cli.main((line.removesuffix(" --json") + failing + every).split()) == 0
+    interval = " --interval 6h"
+    assert cli.main((line.removesuffix(" --json") + failing + interval).split()) == 0
     text = capsys.readouterr().out
     assert "Daly" in text
     assert "one every 6 h loses" in text
@@ -99,10 +99,10 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ("--ranks 4 --codec int8 --algorithm recursive_doubling", "recursive_doubling"),
         ("--ranks 4 --slow 0.5", "slow=0.5"),
         ("--ranks 4 --spread 0.1", "--compute"),
-        ("--ranks 4 --compute -1", "--compute"),
-        ("--ranks 4 --compute inf", "--compute"),
+        ("--ranks 4 --compute=-1s", "positive"),
+        ("--ranks 4 --compute 200", "a time"),
         ("--ranks 4 --failures 4y", "--checkpoint"),
-        ("--ranks 4 --every 1h", "--checkpoint"),
+        ("--ranks 4 --interval 1h", "--checkpoint"),
         ("--ranks 4 --failures=-4y --checkpoint 1s", "positive"),
         ("--ranks 4 --topology hosts", "no level"),
     ],

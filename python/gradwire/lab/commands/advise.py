@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from gradwire._base import units
 from gradwire._errors import InvalidArgument
 from gradwire.lab.commands import plots
 from gradwire.lab.commands.progress import LateBar
@@ -30,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--per-host", type=int, default=1, metavar="RANKS", help="ranks of each host; default: 1")
     add("--link", metavar="RATE[,LATENCY]", help="between hosts, one way, as 10gbit,50us")
     time = parser.add_mutually_exclusive_group()
-    time.add_argument("--compute", type=float, metavar="MS", help="of a step of one rank alone")
+    time.add_argument("--compute", metavar="TIME", help="of a step of one rank alone, as 120ms")
     time.add_argument("--device", default="a100", choices=DEVICES, help="default: a100")
     add("--batch", type=int, default=32, help="samples a rank and step; default: 32")
     add(
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         link=options.link,
         per_host=options.per_host,
         batch=options.batch,
-        compute=options.compute,
+        compute=None if options.compute is None else units.duration(options.compute),
         device=options.device,
         sample=options.sample,
         cores=options.cores,

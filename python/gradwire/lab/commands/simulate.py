@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--topology", default=_TOPOLOGY, metavar="TEXT", help=f"levels; default: '{_TOPOLOGY}'")
     add("--codec", default="none", help="default: none")
     add("--slow", type=float, default=1.0, metavar="TIMES", help="how much slower rank 0 is")
-    add("--compute", type=float, metavar="MS", help="of a step, at the median rank")
+    add("--compute", metavar="TIME", help="of a step, at the median rank, as 120ms")
     add(
         "--spread", type=float, default=0.0, help="standard deviation of the logarithm of --compute"
     )
     add("--failures", metavar="TIME", help="mean time between failures of one host, as 4y")
     add("--checkpoint", metavar="TIME", help="that a checkpoint takes, as 30s")
-    add("--every", metavar="TIME", help="between checkpoints, as 30m; default: the best")
+    add("--interval", metavar="TIME", help="between checkpoints, as 30m; default: the best")
     add("--restart", default=None, metavar="TIME", help="from a failure to going on, as 5m")
     add("--plot", metavar="FILE.png", help="seconds over ranks or bytes, or the fastest of both")
     add("--json", action="store_true", help="print JSON")
@@ -62,11 +61,11 @@ def run(options: argparse.Namespace) -> int:
     )
     steps = _steps(found, options)
     failures = _failures(options, topology)
-    every = None if options.every is None else units.duration(options.every)
+    interval = None if options.interval is None else units.duration(options.interval)
     if options.json:
-        print(json.dumps(_plain(found, steps, failures, every, topology), indent=2))
+        print(json.dumps(_plain(found, steps, failures, interval, topology), indent=2))
     else:
-        print(_text(found, steps, failures, every, topology))
+        print(_text(found, steps, failures, interval, topology))
     if options.plot is not None:
         plots.simulation(found, Path(options.plot))
     return 0
@@ -83,11 +82,10 @@ def _steps(found: Sequence[Run], options: argparse.Namespace) -> list[Step]:
         if options.spread:
             raise InvalidArgument("--spread is of --compute: give both")
         return []
-    if not 0 < options.compute < math.inf:
-        raise InvalidArgument(f"--compute {options.compute}: not a positive time")
+    compute = units.duration(options.compute)
     return [
         runs.step(
-            options.compute / 1e3,
+            compute,
             each.ranks,
             each.seconds,
             slow=options.slow,
@@ -99,7 +97,7 @@ def _steps(found: Sequence[Run], options: argparse.Namespace) -> list[Step]:
 
 def _failures(options: argparse.Namespace, topology: Topology) -> list[Failures]:
     given = options.failures, options.checkpoint
-    if given == (None, None) and (options.restart, options.every) == (None, None):
+    if given == (None, None) and (options.restart, options.interval) == (None, None):
         return []
     if None in given:
         raise InvalidArgument("--failures and --checkpoint are given together: 4y and 30s")
@@ -115,7 +113,7 @@ def _plain(
     found: Sequence[Run],
     steps: Sequence[Step],
     failures: Sequence[Failures],
-    every: float | None,
+    interval: float | None,
     topology: Topology,
 ) -> dict[str, Any]:
     return {
@@ -127,8 +125,8 @@ def _plain(
                 **vars(each),
                 "young_interval": each.young,
                 "daly_interval": each.daly,
-                "interval": every or each.daly,
-                "lost": each.lost(every or each.daly),
+                "interval": interval or each.daly,
+                "lost": each.lost(interval or each.daly),
             }
             for each in failures
         ],
@@ -139,7 +137,7 @@ def _text(
     found: Sequence[Run],
     steps: Sequence[Step],
     failures: Sequence[Failures],
-    every: float | None,
+    interval: float | None,
     topology: Topology,
 ) -> str:
     lines = [f"all_reduce on {topology}", "", _runs_table(found, steps)]
@@ -152,7 +150,7 @@ def _text(
             for (ranks, size), each in best.items()
             if ranks > 1
         ]
-    return "\n".join([*lines, *(_failure_text(each, every) for each in failures)])
+    return "\n".join([*lines, *(_failure_text(each, interval) for each in failures)])
 
 
 def _runs_table(found: Sequence[Run], steps: Sequence[Step]) -> str:
@@ -178,10 +176,10 @@ def _runs_table(found: Sequence[Run], steps: Sequence[Step]) -> str:
     return table(rows)
 
 
-def _failure_text(each: Failures, every: float | None) -> str:
+def _failure_text(each: Failures, interval: float | None) -> str:
     own = ""
-    if every is not None:
-        own = f"; one every {units.show_seconds(every)} loses {each.lost(every):.1%}"
+    if interval is not None:
+        own = f"; one every {units.show_seconds(interval)} loses {each.lost(interval):.1%}"
     return (
         f"\n{each.hosts:,} hosts: a failure every {units.show_seconds(each.mean)}; a checkpoint "
         f"every {units.show_seconds(each.daly)} (Daly; Young: {units.show_seconds(each.young)}) "

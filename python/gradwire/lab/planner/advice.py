@@ -79,7 +79,7 @@ def advise(
     returns a torch module, which is walked on the meta device with one `sample`: its shape without
     the batch, as "3,224,224" or "1024:int64", or a list of them for a forward of several inputs.
     Hosts have `per_host` ranks, and are joined by a `link`, as "10gbit,50us". `compute` is the
-    milliseconds of a step of one rank alone, with `batch` samples; without it they are estimated
+    seconds of a step of one rank alone, with `batch` samples; without it they are estimated
     for a `device`: h200, h100, a100 or cpu. Where ranks compute on a host's `cores`, those that
     share one take turns, and without a spare one nothing is averaged during backward.
 
@@ -181,9 +181,9 @@ def _compute(
     network: Network, batch: int, given: float | None, device: devices.Device
 ) -> tuple[float, list[str]]:
     if given is not None:
-        if not math.isfinite(milliseconds := arguments.seconds(given, "compute")):
+        if not math.isfinite(compute := arguments.seconds(given, "compute")):
             raise InvalidArgument(f"compute={given} is not finite")
-        return milliseconds / 1e3, []
+        return compute, []
     seconds = device.seconds(3 * network.flops * batch)
     if not seconds > 0:
         raise InvalidArgument(f"{network.name} has no operations that can be counted: give compute")

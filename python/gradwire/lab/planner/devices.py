@@ -30,7 +30,7 @@ class Device:
         """A sentence for the report."""
         return (
             f"{self.name}: computing reaches {self.share:.0%} of {self.peak / 1e12:g} Tflop/s; "
-            "give --compute where you know the milliseconds of a step"
+            "give --compute where you know the time of a step"
         )
 
 
