@@ -45,6 +45,6 @@ dist.init_process_group("gloo")
 train("none")
 train(
     gradwire.torch.Stages((0, "int8"), (INT8_STEPS, "onebit")),
-    momentum=gradwire.torch.Momentum(0.9),
+    momentum=0.9,
 )
 dist.destroy_process_group()

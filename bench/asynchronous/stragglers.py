@@ -85,7 +85,7 @@ class Job:
             away = parameters[0] - 1
             return float(curvatures @ away**2 / 2), [curvatures * away]
 
-        return serve.Sandblaster(
+        return serve.DistributedLBFGS(
             [np.zeros(ELEMENTS)],
             compute,
             portions=self.portions,

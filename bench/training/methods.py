@@ -212,7 +212,7 @@ def average(
     ddp = DistributedDataParallel(model)
     options: dict[str, Any] = {}
     if method.options.momentum:
-        options["momentum"] = gradwire.torch.Momentum(MOMENTUM)
+        options["momentum"] = MOMENTUM
     if method.options.rate:
         options["optimizer"] = optimizer
     state = gradwire.torch.register(

@@ -25,7 +25,7 @@ import gradwire
 import gradwire.torch
 import torch
 import torch.distributed as dist
-from gradwire.torch import Momentum, Stages
+from gradwire.torch import Stages
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +66,7 @@ def digits() -> Task:
         batches,
         (data.test_images, data.test_labels),
         lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        {"momentum": Momentum(0.9)},
+        {"momentum": 0.9},
         seeds=12,
     )
 

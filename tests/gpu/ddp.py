@@ -201,7 +201,7 @@ def _with_amp(setting: Setting) -> dict[str, bool]:
 def _with_momentum(setting: Setting) -> dict[str, bool]:
     """Steps with momentum and clipping in the hook."""
     ddp = _wrapped(_model(setting), setting)
-    state = _register(ddp, setting, momentum=gradwire.torch.Momentum(0.9), clip_norm=1.0)
+    state = _register(ddp, setting, momentum=0.9, clip_norm=1.0)
     losses = _losses(ddp, setting, lr=0.02)
     state.close()
     return {

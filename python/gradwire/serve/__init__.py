@@ -9,27 +9,26 @@ come and go.
 """
 
 from gradwire.serve._client import ParameterServer, Pending, connect
-from gradwire.serve._distributed_lbfgs import Sandblaster
+from gradwire.serve._distributed_lbfgs import DistributedLBFGS
 from gradwire.serve._lead import Progress
 from gradwire.serve._reconnect import Dialling
 from gradwire.serve._roles import Replica, role
-from gradwire.serve._rules import SGD, Adagrad, Adam, Momentum, Rule, Staged
+from gradwire.serve._rules import SGD, Adagrad, Adam, Coordinated, Rule
 from gradwire.serve._server import Server
 
 __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Coordinated",
     "Dialling",
-    "Momentum",
+    "DistributedLBFGS",
     "ParameterServer",
     "Pending",
     "Progress",
     "Replica",
     "Rule",
-    "Sandblaster",
     "Server",
-    "Staged",
     "connect",
     "role",
 ]

@@ -26,7 +26,7 @@ from gradwire.serve._histories import Versions
 from gradwire.serve._joining import Joining
 from gradwire.serve._names import ClientSlot, identity
 from gradwire.serve._reconnect import LastingClient
-from gradwire.serve._rules import Rule, Staged
+from gradwire.serve._rules import Coordinated, Rule
 from gradwire.serve._vectors import Command, pack, unpack
 
 CODECS = ("none", "fp16", "bf16", "int8", "onebit")
@@ -110,8 +110,8 @@ class ParameterServer:
     """One process's connection to a parameter server; made by `gradwire.serve.connect`.
 
     Every method may be called from any thread. Values are float32, or float64 with the rule
-    `Staged()`, on the CPU: NumPy arrays, torch tensors, or others with DLPack, C-contiguous. They
-    come as the dict or the list that `connect` was given, with the same names, order and shapes.
+    `Coordinated()`, on the CPU: NumPy arrays, torch tensors, or others with DLPack, C-contiguous.
+    They come as the dict or list that `connect` was given, with the same names, order and shapes.
 
     `first` says whether this client's values became the initial ones.
 
@@ -160,9 +160,9 @@ class ParameterServer:
         were computed from, as the `wait()` of their pull returned them; the default is the last
         pull that is over.
 
-        With the rule `Staged()` no rule is applied: each shard keeps the push whole under the name
-        `staged`, a batch, a replica and a sequence number, until a coordinator folds or discards
-        the batch. A push under a name that is there already, or of a batch that is over, changes
+        With the rule `Coordinated()` each shard keeps the push whole under the name `staged`, a
+        batch, a replica and a sequence number, until a coordinator folds or discards the batch. A
+        push under a name that is there already, or of a batch that is over, changes
         nothing. NaN and infinity are values like others there.
 
         While two pushes are not acknowledged, further ones with the same codecs, feedback and `lr`
@@ -221,10 +221,10 @@ class ParameterServer:
     ) -> list[Any] | PendingResults:
         """Gives commands to the vectors of all shards, with one message to each; returns results.
 
-        Needs the rule `Staged()`. Each shard runs them in their order, without another client's
-        message between, and does all of them or none. There is a result for each command: a list
-        of floats for Dots, a float for Absmax and Abssum, a list of names for Names, else None.
-        Only a coordinator may give commands that change vectors. With `async_op` returns
+        Needs the rule `Coordinated()`. Each shard runs them in their order, without another
+        client's message between, and does all of them or none. There is a result for each command:
+        a list of floats for Dots, a float for Absmax and Abssum, a list of names for Names, else
+        None. Only a coordinator may give commands that change vectors. With `async_op` returns
         PendingResults; asks are answered in their order, so the next one may be sent ahead.
 
         Raises InvalidArgument, which says what a shard cannot do, TransportError that names a
@@ -238,8 +238,8 @@ class ParameterServer:
     def wait(self, version: int, *, timeout: float | None = None) -> None:
         """Waits until every shard has applied so many pushes: a warm start by one replica.
 
-        With 0 waits for initial values. With the rule `Staged()` the version is the number of asks
-        that have changed the parameters.
+        With 0 waits for initial values. With the rule `Coordinated()` the version is the number of
+        asks that have changed the parameters.
         """
         self._ask("wait", timeout, arguments.whole(version, "version", least=0, bits=64))
 
@@ -257,8 +257,8 @@ class ParameterServer:
         that were cut off or refused, of which nothing was applied), `received` and `sent` (bytes);
         `staleness`, the numbers of pushes with 0, 1, 2, ... versions between the values of their
         gradients and them, `mean_staleness` and `most_staleness`; `last_batch` (with the rule
-        `Staged()`: the largest number of a batch of pushes that it knows); `clients` (names) and
-        `gone` (those that ended without close(), and why).
+        `Coordinated()`: the largest number of a batch of pushes that it knows); `clients` (names)
+        and `gone` (those that ended without close(), and why).
         """
         return [read_statistics(text) for text in self._ask("stats", timeout).texts()]
 
@@ -410,17 +410,18 @@ def connect(
 
     `like` are the parameters, a dict or a list of arrays on the CPU, of which the first client's
     become the initial values; the others pull theirs. All are float32, or float64 with the rule
-    `Staged()` and codec "none". `rule`, such as Adagrad(lr=0.02),
-    says how the servers apply a push. All clients give the same names, shapes, rule, codecs and
-    options; one that differs gets InvalidArgument, alone, which names the difference.
+    `Coordinated()` and codec "none". `rule`, such as Adagrad(lr=0.02), says how the servers apply a
+    push. All clients give the same names, shapes, rule, codecs and options; one that differs gets
+    InvalidArgument, alone, which names the difference.
 
     `store`, `name` and `secret` are those of the `Server`; the store defaults to GRADWIRE_STORE.
     `replica` names this client in messages; one that connects again under its name replaces its
     former self. The default is "replica R" under a launcher that sets RANK; replicas of other
     launches, and further clients of one process, are others though they have this name. A client
-    with the role "coordinator" gives commands to the vectors of a service with the rule `Staged()`;
-    shards refuse values of parameters to it, and `like` tells only names and shapes. It takes the
-    place of a coordinator that is there, whose calls then raise TransportError.
+    with the role "coordinator" gives commands to the vectors of a service with the rule
+    `Coordinated()`; shards refuse values of parameters to it, and `like` tells only names and
+    shapes. It takes the place of a coordinator that is there, whose calls then raise
+    TransportError.
 
     Each shard applies its part of a push at once, or refuses all of it. With `atomic="frame"` a
     pull may see frames (28,672 elements at most) of different versions; with "push" it sees one
@@ -445,9 +446,9 @@ def connect(
     limit = arguments.seconds(timeout)
     lasting = None if reconnect is None else arguments.seconds(reconnect, "reconnect")
     raises = _one_of(while_dialling, "while_dialling", ("wait", "raise")) == "raise"
-    if lasting is not None and isinstance(rule, Staged):
+    if lasting is not None and isinstance(rule, Coordinated):
         raise InvalidArgument(
-            "reconnect with the rule Staged(): a server that is started again has no staged "
+            "reconnect with the rule Coordinated(): a server that is started again has no staged "
             "pushes, and may have run a command or not; connect anew"
         )
     deadline = Deadline(limit)

@@ -1,4 +1,4 @@
-"""Sandblaster: L-BFGS over a parameter server, by a coordinator and replicas."""
+"""L-BFGS over a parameter server, by a coordinator and replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.serve import _directory, _replica
 from gradwire.serve._client import Arrays, ParameterServer, connect
 from gradwire.serve._coordinator import Coordinator
 from gradwire.serve._lead import Batches, Lead, Progress
-from gradwire.serve._rules import Staged
+from gradwire.serve._rules import Coordinated
 from gradwire.serve._sandblaster.more_thuente import more_thuente
 from gradwire.serve._sandblaster.searches import Search, fixed, strong_wolfe
 
@@ -30,7 +30,7 @@ SEARCHES: dict[str | None, Search] = {
 Function = Callable[[Any, int], tuple[float, Any]]
 
 
-class Sandblaster:
+class DistributedLBFGS:
     """L-BFGS over a batch that replicas share: `serve()` on replicas, `step()` on a coordinator.
 
     Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.2. The parameters, the history
@@ -157,7 +157,7 @@ class Sandblaster:
         """
         self._close(None)
 
-    def __enter__(self) -> Sandblaster:
+    def __enter__(self) -> DistributedLBFGS:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -173,7 +173,7 @@ class Sandblaster:
         named = self._replica if role == "replica" else "coordinator"
         return connect(
             self._like,
-            Staged(),
+            Coordinated(),
             codecs=["none"],
             store=store,
             name=name,

@@ -36,19 +36,27 @@ class Rule:
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """Stochastic gradient descent: w -= lr * g, with the bits of torch.optim.SGD."""
+    """Stochastic gradient descent: w -= lr * g, with the bits of torch.optim.SGD.
 
-
-@dataclass(frozen=True)
-class Momentum(Rule):
-    """SGD with momentum: v = momentum * v + g; w -= lr * v, or lr * (g + momentum * v).
-
+    With momentum v = momentum * v + g, and w -= lr * v, or with `nesterov` lr * (g + momentum * v).
     With several replicas momentum adds to that which staleness brings: use less of it than in
     synchronous training, or none.
     """
 
-    momentum: float = 0.9
+    momentum: float = 0.0
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument as every rule, and for `nesterov` without momentum."""
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise InvalidArgument("SGD(nesterov=True) needs a momentum=, such as 0.9")
+
+    @property
+    def spec(self) -> str:
+        """The rule in the words of the core."""
+        _, _, options = super().spec.partition(":")
+        return f"momentum:{options}" if self.momentum else f"sgd:rate={self._text('lr')}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Adam(Rule):
 
 
 @dataclass(frozen=True)
-class Staged(Rule):
+class Coordinated(Rule):
     """No rule: a push is kept, under the name that it is given, until a coordinator folds it.
 
     The shards hold named vectors beside the parameters, on which a coordinator works by

@@ -1,7 +1,7 @@
 """Commands to the vectors that the shards hold, for `ParameterServer._command`.
 
-Beside the parameters, "w", the shards of a service with the rule `Staged()` hold named vectors of
-the same elements. A coordinator gives commands by these names and gets numbers back; no vector
+Beside the parameters, "w", the shards of a service with the rule `Coordinated()` hold named vectors
+of the same elements. A coordinator gives commands by these names and gets numbers back; no vector
 travels (Sandblaster: Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.2). Names
 have 1 to 64 printable ASCII characters. A vector begins with the command that writes it first.
 """

@@ -26,7 +26,6 @@ from gradwire.torch._ranks.broadcasts import broadcast_optimizer_state, broadcas
 from gradwire.torch._ranks.ranks import Ranks
 from gradwire.torch._sandblaster import Sandblaster
 from gradwire.torch.backend.options import Options
-from gradwire.torch.ddp.momentum import Momentum
 from gradwire.torch.ddp.register import register, stats
 from gradwire.torch.ddp.state import State
 from gradwire.torch.exchange.compression import Compression
@@ -49,7 +48,6 @@ __all__ = [
     "DistributedLion",
     "Downpour",
     "FSDPState",
-    "Momentum",
     "OneBitAdam",
     "Options",
     "Ranks",

@@ -19,7 +19,6 @@ from gradwire.torch import _downpour_arrays as arrays
 from gradwire.torch._downpour_codecs import PushCodecs
 from gradwire.torch.exchange.compression import CompressionLike, compression_of
 
-_LINEAR = (serve.SGD, serve.Momentum)  # rules that a factor of the gradient passes through
 _WARM_START_SECONDS = 0.05  # between two looks at how far the first replica is
 _DIALLING_SECONDS = 0.02  # between two looks whether servers are reached again
 
@@ -65,7 +64,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         """Connects to the servers and fetches their values, or brings them the first ones.
 
         `params` are float32 tensors, or groups of them with `lr` and `weight_decay` of their own;
-        groups' rates may differ with the rules SGD and Momentum. `rule` is the servers' update
+        groups' rates may differ with the rule SGD. `rule` is the servers' update
         rule; changing `lr` in `param_groups` changes it for this replica's pushes, as schedulers
         do. Every `n_push` steps the sum of the gradients since the last push goes out, and every
         `n_fetch` steps values come in. `fetch="ahead"` asks for them one fetch early, and so never
@@ -254,11 +253,11 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         rate = self._rate()
         if group["lr"] == rate:
             return 1.0
-        if not isinstance(self._rule, _LINEAR):
+        if not isinstance(self._rule, serve.SGD):
             raise InvalidArgument(
                 f"parameter groups have the rates {rate} and {group['lr']}: with "
                 f"{type(self._rule).__name__} all need the same one, since the servers' rule is "
-                "one for all parameters; SGD and Momentum can have several"
+                "one for all parameters; SGD can have several"
             )
         return float(group["lr"] / rate)
 

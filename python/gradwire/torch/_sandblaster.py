@@ -16,15 +16,15 @@ from gradwire.torch.backend import cuda_staging
 _DTYPES = (torch.float32, torch.float64)
 
 
-class Sandblaster(serve.Sandblaster):
+class Sandblaster(serve.DistributedLBFGS):
     """L-BFGS over a batch that replicas share: `serve()` on replicas, `step()` on a coordinator.
 
     Dean et al. 2012, "Large Scale Distributed Deep Networks", sec. 4.2; see
-    `gradwire.serve.Sandblaster`. It is for losses of large batches, best of all samples, that are
-    functions of the parameters alone: without dropout, and with normalization by fixed statistics.
-    The loss that `step()` reports is the mean over the batch; where `samples` are no multiple of
-    `portion`, batches of some samples differ by a few of them, and the mean is over their mean
-    number.
+    `gradwire.serve.DistributedLBFGS`. It is for losses of large batches, best of all samples, that
+    are functions of the parameters alone: without dropout, and with normalization by fixed
+    statistics. The loss that `step()` reports is the mean over the batch; where `samples` are no
+    multiple of `portion`, batches of some samples differ by a few of them, and the mean is over
+    their mean number.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Sandblaster(serve.Sandblaster):
 
         `batch` is a number of samples, at most `samples`, in whole portions that are drawn with
         `seed`, from samples in an order that is drawn, too. `timeout` is in seconds, and the other
-        arguments are those of `gradwire.serve.Sandblaster`. Raises InvalidArgument.
+        arguments are those of `gradwire.serve.DistributedLBFGS`. Raises InvalidArgument.
         """
         self._parameters = [each for each in params if each.requires_grad]
         dtypes = {each.dtype for each in self._parameters}

@@ -63,8 +63,8 @@ def test_float32_has_the_same_bits_for_any_number_of_shards(bare_environment: No
                 loss, gradient = function(parameters[0])
                 return loss, [gradient]
 
-            replica = Replica(serve.Sandblaster([start.copy()], whole, **options))
-            with serve.Sandblaster([start], whole, **options) as lead:
+            replica = Replica(serve.DistributedLBFGS([start.copy()], whole, **options))
+            with serve.DistributedLBFGS([start], whole, **options) as lead:
                 losses = [lead.step().loss for _ in range(15)]
             replica.join()
             found.append((losses, np.asarray(replica.job._like[0]).tobytes()))  # type: ignore[index]
@@ -182,7 +182,7 @@ def _push(self, arrays, **options):
 
 _replica.Replica._say, serve.ParameterServer.push = _say, _push
 options = {"portions": PORTIONS, "push_every": 2, "timeout": 30, "replica": "dying"}
-serve.Sandblaster([np.zeros(PORTIONS * EACH)], blocks, **options).serve()
+serve.DistributedLBFGS([np.zeros(PORTIONS * EACH)], blocks, **options).serve()
 """
 STEPS = [f"{when} {what}" for what in ("report", "staged") for when in ("before", "after")]
 
@@ -219,7 +219,7 @@ def test_each_portion_counts_once_whoever_is_killed(team: Team, tmp_path: Path, 
     _check_counts(lead)
 
 
-def _check_counts(lead: serve.Sandblaster) -> None:
+def _check_counts(lead: serve.DistributedLBFGS) -> None:
     """After a step of t along -g, with g = w - c, the gradient is (1 - t) times the first one."""
     assert lead._lead is not None
     server, minimizer = lead._lead._server, lead._lead._minimizer
@@ -316,7 +316,7 @@ import os, signal, sys
 import numpy as np
 from gradwire import serve
 from sandblaster_team import EACH, PORTIONS, blocks
-lead = serve.Sandblaster(
+lead = serve.DistributedLBFGS(
     [np.zeros(PORTIONS * EACH)], blocks, portions=PORTIONS, state=sys.argv[1], timeout=30
 )
 for _ in range(int(sys.argv[2])):

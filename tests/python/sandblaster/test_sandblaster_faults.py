@@ -41,10 +41,10 @@ def test_a_server_that_ends_while_replicas_compute_is_named(bare_environment: No
             return 1.0, [np.ones_like(parameters[0])]
 
         finish = threading.Event()
-        job = serve.Sandblaster([np.zeros(8)], waiting, **team_options)
+        job = serve.DistributedLBFGS([np.zeros(8)], waiting, **team_options)
         replica = threading.Thread(target=_suppressed(job.serve))
         replica.start()
-        lead = serve.Sandblaster([np.zeros(8)], waiting, **team_options)
+        lead = serve.DistributedLBFGS([np.zeros(8)], waiting, **team_options)
         try:
             with pytest.raises(TransportError, match="shard"):
                 lead.step()
@@ -79,7 +79,7 @@ class Failing:
         return self._real.select(timeout)
 
 
-def begun(lead: serve.Sandblaster) -> _coordinator.Coordinator:
+def begun(lead: serve.DistributedLBFGS) -> _coordinator.Coordinator:
     lead.step()
     assert lead._lead is not None
     return lead._lead._coordinator

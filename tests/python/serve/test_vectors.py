@@ -51,7 +51,9 @@ class Service:
         self.coordinator = self.connect(parameters(dtype, 99), "coordinator")
 
     def connect(self, like: list[Array], role: Any) -> ParameterServer:
-        ps = serve.connect(like, serve.Staged(), role=role, store=self.server.store, timeout=30)
+        ps = serve.connect(
+            like, serve.Coordinated(), role=role, store=self.server.store, timeout=30
+        )
         return self.stack.enter_context(ps)
 
     def pulled(self) -> Array:
@@ -181,11 +183,11 @@ def test_what_cannot_be_done_changes_nothing(service: Service) -> None:
 def test_a_new_coordinator_resumes_from_snapshots(stack: ExitStack, tmp_path: Path) -> None:
     with serve.Server(2, snapshot=tmp_path) as server:
         options: Any = {"store": server.store, "timeout": 30}
-        with serve.connect(parameters(np.float64), serve.Staged(), **options):
+        with serve.connect(parameters(np.float64), serve.Coordinated(), **options):
             first, second = (
                 stack.enter_context(
                     serve.connect(
-                        parameters(np.float64), serve.Staged(), role="coordinator", **options
+                        parameters(np.float64), serve.Coordinated(), role="coordinator", **options
                     )
                 )
                 for _ in range(2)
@@ -197,7 +199,7 @@ def test_a_new_coordinator_resumes_from_snapshots(stack: ExitStack, tmp_path: Pa
         ps = stack.enter_context(
             serve.connect(
                 parameters(np.float64),
-                serve.Staged(),
+                serve.Coordinated(),
                 role="coordinator",
                 store=server.store,
                 timeout=30,

@@ -24,7 +24,7 @@ def blocks(parameters: Any, portion: int) -> tuple[float, list[Any]]:
 class Replica:
     """A replica that is a thread; `error` is what its `serve()` raised."""
 
-    def __init__(self, job: serve.Sandblaster) -> None:
+    def __init__(self, job: serve.DistributedLBFGS) -> None:
         self.job, self.error = job, None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -49,11 +49,11 @@ class Team:
         self.like: Callable[[], Any] = lambda: [np.zeros(PORTIONS * EACH)]
         self.replicas: list[Replica] = []
 
-    def make(self, **options: Any) -> serve.Sandblaster:
+    def make(self, **options: Any) -> serve.DistributedLBFGS:
         options = {"store": self.store, "timeout": 30, **self.options, **options}
-        return serve.Sandblaster(self.like(), options.pop("function"), **options)
+        return serve.DistributedLBFGS(self.like(), options.pop("function"), **options)
 
-    def lead(self, **options: Any) -> serve.Sandblaster:
+    def lead(self, **options: Any) -> serve.DistributedLBFGS:
         return self._stack.enter_context(self.make(**options))
 
     def replica(self, **options: Any) -> Replica:

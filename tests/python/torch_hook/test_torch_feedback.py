@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import Codec
-from gradwire.torch import Compression, Momentum, Stages, State, register
+from gradwire.torch import Compression, Stages, State, register
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -407,11 +407,11 @@ def kept_by(state: State) -> dict[str, list[torch.Tensor]]:
 def break_off(how: str) -> tuple[str, list[str]]:
     """Fails in the sixth backward, when its first buckets may have been averaged already."""
     ddp, _ = wrapped(Tower(len(CODECS)), **SMALL_BUCKETS)
-    rules, momentum = Tower.rules(CODECS), Momentum(0.9)
+    rules = Tower.rules(CODECS)
     state = register(
         ddp,
         Compression("none", rules=rules, min_elements=0, feedback=True, warm_up=0),
-        momentum=momentum,
+        momentum=0.9,
     )
     for step in range(5):
         backward(ddp, step)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import (
     Compression,
-    Momentum,
     State,
     gather_state_dict,
     register,
@@ -152,7 +151,7 @@ def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, State]:
         register(
             ddp,
             Compression("none", rules=Tower.rules(CODECS), min_elements=0, feedback=True),
-            momentum=Momentum(),
+            momentum=0.9,
         ),
     )
 

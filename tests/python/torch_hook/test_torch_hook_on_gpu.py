@@ -14,7 +14,7 @@ import simulated_gpu
 import simulated_torch_cuda as simulated
 import torch
 import torch_ranks
-from gradwire.torch import Compression, Momentum
+from gradwire.torch import Compression
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.ddp.checks import require_features
 from gradwire.torch.ddp.double_counting import AccumulationCheck
@@ -134,17 +134,18 @@ def train(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "onebit": {"codec": "onebit", "momentum": Momentum(0.9)},
+    "onebit": {"codec": "onebit", "momentum": 0.9},
     "sparse, clipped, scaled": {
         "codec": "topk:density=0.1",
-        "momentum": Momentum(0.9, nesterov=True),
+        "momentum": 0.9,
+        "nesterov": True,
         "clip_norm": 30.0,
         "scaled": True,
     },
     "no feedback, scaled": {
         "codec": "none",
         "feedback": False,
-        "momentum": Momentum(0.9),
+        "momentum": 0.9,
         "clip_norm": 30.0,
         "scaled": True,
     },
@@ -152,7 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unused": {"codec": "onebit", "find_unused": True},
     "unused, sparse": {
         "codec": "topk:density=0.1",
-        "momentum": Momentum(0.9),
+        "momentum": 0.9,
         "find_unused": True,
     },
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Stages, register
+from gradwire.torch import Compression, Stages, register
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,9 +98,9 @@ def furthest(case: Case) -> float:
         Compression(
             Stages.sparse(DENSITY, every=2) if case.ramp else topk, min_elements=0, warm_up=0
         ),
-        momentum=Momentum(FACTOR, nesterov=case.nesterov, masking=case.masking)
-        if case.momentum
-        else None,
+        momentum=FACTOR if case.momentum else None,
+        nesterov=case.nesterov,
+        factor_masking=case.masking,
         clip_norm=case.clip,
     )
     ranks = [Rank(case) for _ in range(RANKS)]

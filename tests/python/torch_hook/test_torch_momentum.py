@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, register
+from gradwire.torch import Compression, register
 from torch.nn.functional import mse_loss
 from torch_training import (
     ASKED,
@@ -48,10 +48,10 @@ def train(hook: dict[str, Any], sgd: dict[str, Any], wraps_anew: bool = False) -
 
 def distances(nesterov: bool) -> list[float]:
     """The hook's momentum from the optimizer's, also where a model is wrapped anew."""
-    momentum = Momentum(0.9, nesterov=nesterov)
     expected = train({}, {"momentum": 0.9, "nesterov": nesterov})
     moved = [
-        train({"momentum": momentum, "feedback": on}, {}, wraps_anew=on) for on in (False, True)
+        train({"momentum": 0.9, "nesterov": nesterov, "feedback": on}, {}, wraps_anew=on)
+        for on in (False, True)
     ]
     return [float((each - expected).abs().max()) for each in moved]
 
@@ -78,10 +78,9 @@ def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
 def branch_distances() -> list[float]:
     found = []
     for nesterov in (False, True):
-        momentum = Momentum(0.9, nesterov=nesterov)
         expected = use_branches({}, {"momentum": 0.9, "nesterov": nesterov})
         for feedback in (False, True):
-            moved = use_branches({"momentum": momentum, "feedback": feedback}, {})
+            moved = use_branches({"momentum": 0.9, "nesterov": nesterov, "feedback": feedback}, {})
             found.append(float((moved - expected).abs().max()))
     return found
 
@@ -118,10 +117,8 @@ def follow(codec: str, masking: bool) -> tuple[float, bool, float]:
     """The distance of the hook's velocities from those; whether everything sent is conserved."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     expected = Velocities(ddp.module, 0.9)
-    momentum = Momentum(0.9, masking=masking)
-    state = register(
-        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), momentum=momentum
-    )
+    compression = Compression(codec, min_elements=0, feedback=True, warm_up=0)
+    state = register(ddp, compression, momentum=0.9, factor_masking=masking)
     assert state.feedback is not None
     sent = {name: torch.zeros_like(p).double() for name, p in ddp.module.named_parameters()}
     for step in range(5):
@@ -152,7 +149,7 @@ def test_velocities_of_elements_just_sent_are_forgotten(masking: bool) -> None:
 
 def overflow(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
+    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=0.9)
     backward(ddp, 0)
     before = state.state_dict()["velocities"]
     ddp.zero_grad()
@@ -170,12 +167,12 @@ def test_an_overflow_moves_no_velocity() -> None:
 
 def resume(codec: str) -> bool:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
+    state = register(ddp, Compression(codec, feedback=True, warm_up=0), momentum=0.9)
     for step in range(3):
         ddp.zero_grad()
         backward(ddp, step)
     again, _ = wrapped(mlp())
-    resumed = register(again, Compression(codec, feedback=True, warm_up=0), momentum=Momentum(0.9))
+    resumed = register(again, Compression(codec, feedback=True, warm_up=0), momentum=0.9)
     resumed.load_state_dict(state.state_dict())
     for each in (ddp, again):
         each.zero_grad()
@@ -194,7 +191,7 @@ def with_scaler(codec: str) -> bool:
     ends = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)):
         ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
-        register(ddp, Compression(codec, warm_up=0), momentum=Momentum(0.9), scaler=scaler)
+        register(ddp, Compression(codec, warm_up=0), momentum=0.9, scaler=scaler)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(6):
             x, y = batch(step)
@@ -212,9 +209,3 @@ def test_velocities_follow_the_loss_scale() -> None:
     exact = [codec for codec in CODECS if codec.partition(":")[0] not in ("fp16", "lowrank")]
     for found in torch_ranks.run(2, with_each, exact, with_scaler):
         assert all(found.values()), found
-
-
-@pytest.mark.parametrize("factor", [-0.1, 1.0])
-def test_a_factor_that_is_none_is_refused(factor: float) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="momentum"):
-        Momentum(factor)

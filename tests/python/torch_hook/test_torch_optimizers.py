@@ -11,7 +11,7 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import Momentum, Stages, register
+from gradwire.torch import Stages, register
 from gradwire.torch.exchange.optimizer_watch import is_adaptive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -150,7 +150,7 @@ def momentum_found(forms: Sequence[str]) -> dict[str, str]:
     for name in forms:
         ddp = DistributedDataParallel(mlp())
         optimizer = FORMS[name](ddp.parameters())
-        state = register(ddp, momentum=Momentum())
+        state = register(ddp, momentum=0.9)
         before = flat(ddp)
         backward(ddp, 0)
         with pytest.raises(gradwire.InvalidArgument) as raised:
@@ -176,7 +176,7 @@ def accumulate(momentum: bool) -> torch.Tensor:
     """Steps of three backwards, of which the last is averaged."""
     ddp = DistributedDataParallel(mlp())
     if momentum:
-        register(ddp, momentum=Momentum(0.9), clip_norm=1e6)
+        register(ddp, momentum=0.9, clip_norm=1e6)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.0 if momentum else 0.9)
     for step in range(4):
         optimizer.zero_grad()

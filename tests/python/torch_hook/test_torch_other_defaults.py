@@ -14,7 +14,6 @@ from gradwire.torch import (
     DeMo,
     DiLoCo,
     DistributedLion,
-    Momentum,
     OneBitAdam,
     elastic,
     register,
@@ -112,9 +111,7 @@ def sharded(module: nn.Module, **options: Any) -> Step:
 
 TRAININGS: dict[str, Callable[[nn.Module], Step]] = {
     "the hook": lambda module: hook(module, codec="onebit"),
-    "momentum": lambda module: hook(
-        module, codec="topk:density=0.1", momentum=Momentum(0.9), clip_norm=1.0
-    ),
+    "momentum": lambda module: hook(module, codec="topk:density=0.1", momentum=0.9, clip_norm=1.0),
     "lowrank": lambda module: hook(module, codec="lowrank"),
     "bfloat16 residuals": lambda module: hook(
         module, codec="int8", feedback=gradwire.ErrorFeedback("bfloat16")

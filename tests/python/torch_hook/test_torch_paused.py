@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, State, register
+from gradwire.torch import Compression, State, register
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -28,7 +28,7 @@ from torch_training import (
 
 HOOKS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "momentum": {"momentum": Momentum()},
+    "momentum": {"momentum": 0.9},
     "clipping": {"clip_norm": 0.5},
 }
 
@@ -83,7 +83,7 @@ def train(codec: str, pauses: bool) -> torch.Tensor:
     """A model through which, in between, the gradient of another one goes."""
     ddp, _ = wrapped(mlp(), **SMALL_BUCKETS)
     state = register(
-        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), momentum=Momentum()
+        ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0), momentum=0.9
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Stages, State, register
+from gradwire.torch import Compression, Stages, State, register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -61,7 +61,7 @@ def start(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1) if follows else None
     hook: dict[str, Any] = {}
     if follows:
-        hook = {"scaler": scaler, "optimizer": optimizer, "momentum": Momentum(0.9)}
+        hook = {"scaler": scaler, "optimizer": optimizer, "momentum": 0.9}
     feedback = gradwire.ErrorFeedback(dtype)
     compression = Compression("none", rules=Tower.rules(codecs), min_elements=0, feedback=feedback)
     state = register(ddp, compression, algorithm="ring", **hook)
@@ -338,7 +338,7 @@ def test_the_state_of_something_else_is_refused() -> None:
 def refused_velocities() -> list[str]:
     """None of which changes anything."""
     ddp, _ = wrapped(mlp())
-    state = register(ddp, momentum=Momentum(0.9))
+    state = register(ddp, momentum=0.9)
     backward(ddp, 0)
     saved = state.state_dict()
     bare = register(DistributedDataParallel(mlp()))

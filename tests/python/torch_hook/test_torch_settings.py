@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Ranks, State, register
+from gradwire.torch import Compression, Ranks, State, register
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.ddp.hook import comm_hook
 from ranks import LIMIT
@@ -25,8 +26,13 @@ from trainer_options import grouped
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no codec": ({"codec": None}, "codec=None: give a codec's name"),
     "codec class": ({"codec": gradwire.codec.LowRank}, "codec=LowRank is a class: give a codec's"),
-    "momentum as a number": ({"momentum": 0.9}, "give gradwire.torch.Momentum(0.9)"),
-    "momentum class": ({"momentum": Momentum}, "Momentum is a class: give gradwire.torch.Mom"),
+    "momentum as a text": ({"momentum": "0.9"}, "momentum='0.9' is of type str"),
+    "no momentum": ({"momentum": math.nan}, "momentum=nan is not from 0 to below 1"),
+    "momentum of 1": ({"momentum": 1.0}, "momentum=1.0 is not from 0 to below 1"),
+    "negative momentum": ({"momentum": -0.1}, "momentum=-0.1 is not from 0 to below 1"),
+    "nesterov as a number": ({"nesterov": 1}, "nesterov=1 is of type int: give True or False"),
+    "nesterov alone": ({"nesterov": True}, "nesterov=True needs a momentum="),
+    "masking": ({"factor_masking": None}, "factor_masking=None: give True or False"),
     "optimizer class": ({"optimizer": torch.optim.SGD}, "optimizer=SGD is a class: give the opt"),
     "no optimizer": ({"optimizer": [1]}, "optimizer=[1] is of type list: give the optimizer"),
     "scaler class": ({"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class: give the"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, State, register
+from gradwire.torch import Compression, State, register
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import CODECS, SMALL_BUCKETS, backward, flat, mlp, with_each, wrapped
 from trainer_options import grouped
@@ -29,7 +29,7 @@ def refused(name: str, given: bool) -> str:
     before = flat(ddp)
 
     def train() -> None:
-        register(ddp, momentum=Momentum(), optimizer=optimizer if given else None)
+        register(ddp, momentum=0.9, optimizer=optimizer if given else None)
         backward(ddp, 0)
         optimizer.step()
 
@@ -51,7 +51,7 @@ def momentum_set_later() -> str:
     """Momentum that OneCycleLR sets by itself."""
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    register(ddp, momentum=Momentum(), optimizer=optimizer)
+    register(ddp, momentum=0.9, optimizer=optimizer)
     backward(ddp, 0)
     optimizer.step()
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
@@ -69,7 +69,7 @@ def step_adam(betas: tuple[float, float]) -> list[str]:
     warnings = torch_ranks.logged()
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.AdamW(ddp.parameters(), betas=betas)
-    register(ddp, momentum=Momentum())
+    register(ddp, momentum=0.9)
     for step in range(2):
         optimizer.zero_grad()
         backward(ddp, step)
@@ -91,7 +91,7 @@ def test_adam_without_a_first_moment_is_not_warned_of() -> None:
 def others_have_momentum() -> tuple[list[str], int]:
     """Another model's optimizer, that of a closed hook, and a hook without momentum."""
     warnings = torch_ranks.logged()
-    for momentum, closed in ((None, False), (Momentum(), True), (Momentum(0.0), False)):
+    for momentum, closed in ((None, False), (0.9, True), (0.0, False)):
         ddp = DistributedDataParallel(mlp())
         state = register(ddp, momentum=momentum)
         backward(ddp, 0)
@@ -100,7 +100,7 @@ def others_have_momentum() -> tuple[list[str], int]:
         torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9).step()
         torch.optim.AdamW(ddp.parameters()).step()
     ddp = DistributedDataParallel(mlp())
-    state = register(ddp, momentum=Momentum())
+    state = register(ddp, momentum=0.9)
     other = mlp()
     torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).step()
     torch.optim.AdamW(other.parameters()).step()
@@ -115,7 +115,7 @@ def hooks_left() -> list[int]:
     model = mlp()
     left = []
     for _ in range(3):
-        state = register(DistributedDataParallel(model), momentum=Momentum())
+        state = register(DistributedDataParallel(model), momentum=0.9)
         held = [len(each._backward_hooks or ()) for each in model.parameters()]
         state.close()
         left.append(max(held))
@@ -139,8 +139,8 @@ def differing(name: str, values: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("momentum", [Momentum(), None, Momentum()], "None on rank 1"),
-        ("momentum", [Momentum(), Momentum(), Momentum(0.5)], "factor=0.5"),
+        ("momentum", [0.9, None, 0.9], "None on rank 1"),
+        ("momentum", [0.9, 0.9, 0.5], "0.5 on rank 2"),
         ("clip_norm", [1.0, 2.0, 2.0], "1.0 on rank 0; 2.0 on rank 1, 2"),
         ("min_elements", [1, 2, 3], "3 on rank 2"),
         ("feedback", [True, False, True], "True on rank 0, 2; False on rank 1"),
@@ -175,7 +175,7 @@ def accumulate_averages(hook: dict[str, Any], how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["default", "bucket views", "no_sync between"])
-@pytest.mark.parametrize("hook", [{"momentum": Momentum()}, {"clip_norm": 1.0}])
+@pytest.mark.parametrize("hook", [{"momentum": 0.9}, {"clip_norm": 1.0}])
 def test_gradients_added_to_an_average_are_refused(hook: dict[str, Any], how: str) -> None:
     for message in torch_ranks.run(2, accumulate_averages, hook, how):
         assert "still holds the average of an earlier backward" in message
@@ -185,7 +185,7 @@ def test_gradients_added_to_an_average_are_refused(hook: dict[str, Any], how: st
 def legitimate(setting: dict[str, Any], set_to_none: bool) -> list[int]:
     """Steps without a step of the optimizer, with two, with none of the gradients used."""
     ddp, _ = wrapped(mlp(), **setting)
-    state = register(ddp, momentum=Momentum(), clip_norm=1.0)
+    state = register(ddp, momentum=0.9, clip_norm=1.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(6):
@@ -246,7 +246,7 @@ def test_gradients_that_were_zeroed_and_then_not_used_are_not_refused() -> None:
 
 def zero_between_forward_and_backward() -> int:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, momentum=Momentum())
+    state = register(ddp, momentum=0.9)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(3):
         output = ddp(torch.full((4, 20), float(step + 1)))

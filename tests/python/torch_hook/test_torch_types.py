@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_ranks
-from gradwire.torch import Compression, Momentum, Stages, State, register
+from gradwire.torch import Compression, Stages, State, register
 from gradwire.torch.ddp.hook import comm_hook
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -137,9 +137,7 @@ def saved_and_loaded() -> list[bool]:
     saved: dict[str, Any] = {}
     for step in range(2):
         ddp = DistributedDataParallel(Waves(torch.complex64))
-        state = register(
-            ddp, Compression(sparse, min_elements=0, warm_up=0), momentum=Momentum(0.9)
-        )
+        state = register(ddp, Compression(sparse, min_elements=0, warm_up=0), momentum=0.9)
         if step == 0:
             ddp(torch.ones(16, 20)).backward()
             saved = state.state_dict()
@@ -181,7 +179,7 @@ def half_model(codec: Any, dtype: str, momentum: bool = False) -> tuple[float, i
     plain, _, _ = delivered(mlp().to(HALVES[dtype]), None)
     hook = {"codec": codec, "min_elements": 100, "warm_up": 0}
     if momentum:
-        hook["momentum"] = Momentum(0.0)
+        hook["momentum"] = 0.0
     hooked, state, sent = delivered(mlp().to(HALVES[dtype]), hook)
     assert state is not None
     worst = 0.0

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire._base.arguments import instance
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch.ddp.momentum import Momentum
 
 
 def require_model(ddp: Any) -> None:
@@ -34,12 +32,6 @@ def require_model(ddp: Any) -> None:
             "takes one: wrap the module in DistributedDataParallel anew"
         )
     _require_dense(ddp)
-
-
-def require_momentum(momentum: Any) -> None:
-    """Raises InvalidArgument for anything but a Momentum or None."""
-    if momentum is not None:
-        instance(momentum, "momentum", Momentum, "gradwire.torch.Momentum(0.9)")
 
 
 def require_features(module: nn.Module, feedback: ErrorFeedback | bool | None) -> None:

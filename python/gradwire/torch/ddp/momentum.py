@@ -22,22 +22,24 @@ from gradwire.torch.exchange.buckets import Bucket
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum in the hook; the optimizer's own must be 0. Raises InvalidArgument.
+    """Momentum in the hook; the optimizer's own must be 0."""
 
-    `factor` is from 0 to below 1. `masking` is factor masking (Lin et al. 2018, sec. 3.2) for
-    parameters with a sparse codec: it clears the velocity of elements whose residual is 0 after a
-    step. (`threshold`, and `topk` with 16-bit values, leave a residual of most elements.)
-    """
+    factor: float
+    nesterov: bool
+    masking: bool
 
-    factor: float = 0.9
-    nesterov: bool = False
-    masking: bool = True
 
-    def __post_init__(self) -> None:
-        arguments.flag(self.nesterov, "nesterov")
-        arguments.flag(self.masking, "masking")
-        if not 0 <= arguments.number(self.factor, "factor") < 1:
-            raise InvalidArgument(f"momentum factor={self.factor} is not from 0 to below 1")
+def momentum_of(momentum: float | None, nesterov: bool, factor_masking: bool) -> Momentum | None:
+    """Checks what `register` was given; None without momentum. Raises InvalidArgument."""
+    arguments.flag(nesterov, "nesterov")
+    arguments.flag(factor_masking, "factor_masking")
+    if momentum is None:
+        if nesterov:
+            raise InvalidArgument("nesterov=True needs a momentum=, such as 0.9")
+        return None
+    if not 0 <= arguments.number(momentum, "momentum") < 1:
+        raise InvalidArgument(f"momentum={momentum} is not from 0 to below 1")
+    return Momentum(momentum, nesterov, factor_masking)
 
 
 class Velocities:

@@ -17,11 +17,11 @@ from gradwire._errors import InvalidArgument
 from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
 from gradwire.torch.ddp.automatic import choose
-from gradwire.torch.ddp.checks import require_features, require_model, require_momentum
+from gradwire.torch.ddp.checks import require_features, require_model
 from gradwire.torch.ddp.guard import Guard
 from gradwire.torch.ddp.hook import comm_hook
 from gradwire.torch.ddp.join_tracker import JoinTracker
-from gradwire.torch.ddp.momentum import Momentum
+from gradwire.torch.ddp.momentum import momentum_of
 from gradwire.torch.ddp.overrides import (
     broadcast_buffers_by,
     copy_without_hook,
@@ -45,7 +45,9 @@ def register(
     compression: CompressionLike = "none",
     *,
     algorithm: str = "auto",
-    momentum: Momentum | None = None,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    factor_masking: bool = True,
     clip_norm: float | None = None,
     scaler: Scaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -71,9 +73,12 @@ def register(
     velocities go on with it. (Its `state_dict`, loaded into the new state with `resized=True` if
     ranks left, brings all that and the number of steps.)
 
-    `momentum` moves momentum from the optimizer into the hook (Lin et al. 2018, "Deep Gradient
-    Compression", sec. 3): an optimizer with momentum of its own is refused, here or by its first
-    step; Adam's `betas` only cause a warning in the log. `clip_norm` clips each rank's own
+    `momentum`, from 0 to below 1, and `nesterov` move momentum from the optimizer into the hook
+    (Lin et al. 2018, "Deep Gradient Compression", sec. 3): an optimizer with momentum of its own is
+    refused, here or by its first step; Adam's `betas` only cause a warning in the log. With
+    `factor_masking` (sec. 3.2) the velocity of elements whose residual is 0 after a step is cleared
+    for parameters with a sparse codec. (`threshold`, and `topk` with 16-bit values, leave a
+    residual of most elements.) `clip_norm` clips each rank's own
     gradient, of all parameters together, to the L2 norm clip_norm / sqrt(ranks) before residuals
     are added, instead of clipping the average (the same, sec. 3.2); with `scaler` the norm is that
     of unscaled gradients. Nothing travels then before all gradients are there. With `momentum` or
@@ -92,7 +97,12 @@ def register(
     hook, and an optimizer's step when no forward of `ddp` came before its gradients.
     """
     require_model(ddp)
-    require_momentum(momentum)
+    velocity: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "factor_masking": factor_masking,
+    }
+    momentum_of(**velocity)  # raises
     require_settings(scaler, optimizer)
     given, over = compression_of(compression, auto=True), ranks_of(ranks)
     require_features(ddp.module, given.feedback)
@@ -107,7 +117,7 @@ def register(
         chosen.compression,
         algorithm=algorithm,
         parameters=model.parameters.items(),
-        momentum=momentum,
+        **velocity,
         clip_norm=clip_norm,
         scaler=scaler,
         optimizer=optimizer,
@@ -119,7 +129,7 @@ def register(
         make,
         communicator,
         owns_communicator=owns,
-        momentum=momentum,
+        **velocity,
         clip_norm=clip_norm,
         scaler=scaler is not None,
         optimizer=optimizer is not None,

@@ -13,7 +13,7 @@ from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.ddp.clipping import Clipping
 from gradwire.torch.ddp.guard import Guard
 from gradwire.torch.ddp.join_tracker import JoinTracker
-from gradwire.torch.ddp.momentum import Momentum
+from gradwire.torch.ddp.momentum import momentum_of
 from gradwire.torch.ddp.steps import Steps
 from gradwire.torch.ddp.training_state import TrainingState
 from gradwire.torch.ddp.unused import UnusedParameters
@@ -40,7 +40,9 @@ class State(HookState):
         *,
         algorithm: str = "auto",
         parameters: Iterable[tuple[str, torch.Tensor]] = (),
-        momentum: Momentum | None = None,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        factor_masking: bool = True,
         clip_norm: float | None = None,
         scaler: Scaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -68,7 +70,7 @@ class State(HookState):
             require_matches(given.rules, self._names.values())
         elif kept is not None or momentum is not None or given.rules:
             raise InvalidArgument(f"feedback, momentum and rules are by parameter: {BY_PARAMETER}")
-        has_momentum = momentum is not None and momentum.factor > 0
+        has_momentum = bool(momentum)
         if has_momentum and optimizer is not None:
             require_no_momentum(optimizer, self._names)
         keeps = kept is not None or momentum is not None
@@ -78,7 +80,7 @@ class State(HookState):
             self._names,
             self._rules,
             kept,
-            momentum,
+            momentum_of(momentum, nesterov, factor_masking),
             scaler,
             optimizer,
             unused,

@@ -127,8 +127,8 @@ def warn_of_own_momentum(optimizer: torch.optim.Optimizer, codec: object) -> Non
             more = ", nesterov=True" if nesterov else ""
             _log.warning(
                 "SGD has momentum=%s of its own, and %s can train better with it in the hook, "
-                "before the codec: build SGD with momentum=0, and give register(momentum="
-                "gradwire.torch.Momentum(%s%s))",
+                "before the codec: build SGD with momentum=0, and give "
+                "register(momentum=%s%s)",
                 *(own, codec, own, more),
             )
             return
