@@ -102,8 +102,8 @@ def native(codec: str | NativeCodec) -> _core.Codec:
     if isinstance(codec, str):
         if codec.partition(":")[0] == "auto":
             raise InvalidArgument(
-                f"codec={codec!r}: only gradwire.torch.register() chooses a codec, by "
-                "codec='auto' without options; give a codec's name"
+                f"codec={codec!r}: only gradwire.torch.register() and register_fsdp() choose a "
+                "codec, by codec='auto' without options; give a codec's name"
             )
         return _native(codec)
     if isinstance(codec, type) and issubclass(codec, NativeCodec | Codec):

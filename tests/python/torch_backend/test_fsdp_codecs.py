@@ -63,6 +63,36 @@ def test_without_codecs_it_is_torchs_training(pool: Pool) -> None:
     pool.run(without_codecs)
 
 
+def choose(link: str | None) -> list[tuple[str, str]]:
+    with pytest.MonkeyPatch.context() as environment:
+        if link is not None:
+            environment.setenv("GRADWIRE_LINK", link)
+        found = []
+        for mesh in meshes().values():
+            module, state = registered(mesh, "auto")
+            backward(module, 0)
+            found.append((str(state.codec), state.why))
+            state.close()
+    return found
+
+
+@pytest.mark.parametrize(("link", "codec"), [(None, "none"), ("100mbit", "int8")])
+def test_auto_follows_the_links(link: str | None, codec: str) -> None:
+    for found in torch_ranks.run(4, choose, link):
+        assert [each for each, _ in found] == [codec] * 2, found
+        assert all(f"codec='auto' chose {codec}" in why for _, why in found)
+
+
+def disagree() -> None:
+    for mesh in meshes().values():
+        with pytest.raises(gradwire.InvalidArgument, match="a different codec="):
+            registered(mesh, "int8" if dist.get_rank() else "auto")
+
+
+def test_auto_on_one_rank_alone_is_refused_on_all(pool: Pool) -> None:
+    pool.run(disagree)
+
+
 def begins_later() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit", warm_up=2)

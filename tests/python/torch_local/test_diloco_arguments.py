@@ -38,7 +38,7 @@ from trainer_options import grouped
         ({"algorithm": "rng"}, "algorithm='rng'"),
         ({"feedback": 3}, "feedback=3"),
         ({"codec": "onebit", "warm_up": 9}, "warm_up=9 of a Compression is for register()"),
-        ({"codec": "auto"}, "only gradwire.torch.register() chooses a codec"),
+        ({"codec": "auto"}, "only gradwire.torch.register() and register_fsdp() choose a"),
         ({"over": "world"}, "ranks='world'"),
         ({"over": None}, "give ranks=gradwire.init"),
     ],

@@ -16,7 +16,6 @@ from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
-from gradwire.torch.ddp.automatic import choose
 from gradwire.torch.ddp.checks import require_features, require_model
 from gradwire.torch.ddp.guard import Guard
 from gradwire.torch.ddp.hook import comm_hook
@@ -29,9 +28,10 @@ from gradwire.torch.ddp.overrides import (
     join_by,
 )
 from gradwire.torch.ddp.state import State
+from gradwire.torch.exchange.automatic import choose, told
 from gradwire.torch.exchange.buckets import compressible
-from gradwire.torch.exchange.compression import AUTO, CompressionLike, compression_of
-from gradwire.torch.exchange.defaults import Model, settings, tell
+from gradwire.torch.exchange.compression import CompressionLike, compression_of
+from gradwire.torch.exchange.defaults import Model, tell
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.hook_state import HookState
 from gradwire.torch.exchange.stats import Stats
@@ -109,8 +109,7 @@ def register(
     model = Model(ddp.module, dict(_averaged(ddp)))
     communicator, owns = over.connect(ddp.process_group, alone=True)
     joins = JoinTracker(ddp)
-    is_auto = given.codec == AUTO
-    chosen = choose(model, communicator, given, optimizer) if is_auto else settings(model, given)
+    chosen = choose(model, communicator, given, optimizer)
     make = partial(
         State,
         communicator,
@@ -133,7 +132,7 @@ def register(
         clip_norm=clip_norm,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
-        codec=f"auto, which chose {chosen.compression.codec}" if is_auto else "another than auto",
+        codec=told(given, chosen),
         **given.alike,
     )
     _release_from_old(ddp)

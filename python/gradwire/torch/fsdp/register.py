@@ -13,8 +13,9 @@ from gradwire._errors import InvalidArgument
 from gradwire.codec import NativeCodec
 from gradwire.torch._ranks.ranks import Ranks, RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
+from gradwire.torch.exchange.automatic import choose_for_shards, told
 from gradwire.torch.exchange.compression import CompressionLike, compression_of
-from gradwire.torch.exchange.defaults import Model, settings, tell
+from gradwire.torch.exchange.defaults import Model, tell
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.payloads import Payloads
 from gradwire.torch.fsdp.gather import PayloadAllGather, torchs_own
@@ -47,11 +48,12 @@ def register_fsdp(
 
     `compression`, `algorithm`, `scaler` and `optimizer` are as in `register`, and so is what
     happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in rules are
-    those of ``model.named_parameters()``. Parameters of fewer than the Compression's `min_elements`
-    (with replicas: shards of fewer) are not gathered in `gather_codec` either. A step is a backward
-    whose gradients are synchronised: with `set_requires_gradient_sync(False)` nothing is sent or
-    kept, nor with `set_requires_all_reduce(False)` between replicas. There are no `momentum` and
-    `clip_norm` of the hook's: FSDP has a whole gradient on no rank.
+    those of ``model.named_parameters()``. "auto" is none, fp16 or int8; lowrank was not measured on
+    shards. Parameters of fewer than the Compression's `min_elements` (with replicas: shards of
+    fewer) are not gathered in `gather_codec` either. A step is a backward whose gradients are
+    synchronised: with `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
+    `set_requires_all_reduce(False)` between replicas. There are no `momentum` and `clip_norm` of
+    the hook's: FSDP has a whole gradient on no rank.
 
     `ranks` are those of the model's mesh; a communicator or a group that is given joins those
     between which gradients travel. Raises RendezvousError, and InvalidArgument for a model that
@@ -66,14 +68,16 @@ def register_fsdp(
     """
     modules = _modules(model)
     require_settings(scaler, optimizer)
-    given, reach = compression_of(compression), ranks_of(ranks)
-    chosen = settings(Model(model, dict(model.named_parameters())), given)
+    given, reach = compression_of(compression, auto=True), ranks_of(ranks)
+    whole = Model(model, dict(model.named_parameters()))
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
     if payloads is not None:
         payloads.require_device(first.group.device)
     replicas = first.replicate_group
     over, owns = reach.connect(first.shard_group if replicas is None else replicas)
+    shard_group = None if replicas is None else first.shard_group
+    chosen = choose_for_shards(whole, over, given, shard_group)
     gathers_over: Communicator | None = over if replicas is None else None
     owned = [over] if owns else []
     if payloads is not None and gathers_over is None:
@@ -85,7 +89,7 @@ def register_fsdp(
         chosen.compression,
         [shard for each in modules for shard in each.shards],
         first.group.device,
-        shard_group=None if replicas is None else first.shard_group,
+        shard_group=shard_group,
         algorithm=algorithm,
         scaler=scaler,
         optimizer=optimizer,
@@ -95,7 +99,8 @@ def register_fsdp(
         make,
         over,
         owns_communicator=owns,
-        group=None if replicas is None else first.shard_group,
+        group=shard_group,
+        codec=told(given, chosen),
         gather_codec=gather_codec,
         scaler=scaler is not None,
         optimizer=optimizer is not None,

@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gradwire import _core
 from gradwire._communicator import Communicator
 from gradwire.torch.exchange.buckets import compressible, gradient_elements, gradient_shape
-from gradwire.torch.exchange.compression import Compression
+from gradwire.torch.exchange.compression import AUTO, Compression
 from gradwire.torch.exchange.defaults import Model, Settings, sensitive, settings
 from gradwire.torch.exchange.optimizer_watch import is_adaptive
 
@@ -44,11 +45,43 @@ def choose(
     given: Compression,
     optimizer: torch.optim.Optimizer | None,
 ) -> Settings:
-    """Chooses for a model whose gradients these ranks average; the same on all ranks.
+    """Takes the given codec, or chooses for a model whose gradients these ranks average.
 
-    Takes what `register` was given, and has the reason in the result.
+    The choice is the same on all ranks, and the result has its reason.
     """
-    codec, why = _choose(model, communicator, given.min_elements, optimizer)
+    if given.codec != AUTO:
+        return settings(model, given)
+    codec, why = _choose(model, communicator, "all_reduce", 1, (given.min_elements, optimizer))
+    return _settings(model, given, codec, why)
+
+
+def choose_for_shards(
+    model: Model, communicator: Communicator, given: Compression, group: dist.ProcessGroup | None
+) -> Settings:
+    """Takes the given codec, or chooses for a model that is sharded; every rank calls it.
+
+    `communicator` joins the replicas of a shard, and `group` the shards of a replica; without
+    replicas there is no group, and gradients are scattered. lowrank is left out: no shards were
+    trained with it.
+    """
+    collective, shards = ("reduce_scatter", 1) if group is None else ("all_reduce", group.size())
+    own = _choose(model, communicator, collective, shards) if given.codec == AUTO else None
+    choice = [own]
+    if group is not None:  # other shards may have other links; ranks with a codec come here too
+        dist.broadcast_object_list(choice, group=group, group_src=0)
+    if own is None:
+        return settings(model, given)
+    return _settings(model, given, *(choice[0] or own))
+
+
+def told(given: Compression, chosen: Settings) -> str:
+    """What ranks compare, since a codec that was given is compared by their calls."""
+    if given.codec != AUTO:
+        return "another than auto"
+    return f"auto, which chose {chosen.compression.codec}"
+
+
+def _settings(model: Model, given: Compression, codec: str, why: str) -> Settings:
     warm_up = given.warm_up if codec == "lowrank" else 0
     chosen = settings(model, replace(given, codec=codec, warm_up=warm_up))
     return chosen._replace(why="; ".join(filter(None, [why, chosen.why])))
@@ -57,11 +90,16 @@ def choose(
 def _choose(
     model: Model,
     communicator: Communicator,
-    min_elements: int,
-    optimizer: torch.optim.Optimizer | None,
+    collective: str,
+    shards: int,
+    low_rank: tuple[int, torch.optim.Optimizer | None] | None = None,
 ) -> _Choice:
+    """Chooses a codec of the collective; lowrank too where its settings are given.
+
+    These are min_elements and the optimizer.
+    """
     gradients = [p for p in model.parameters.values() if p.requires_grad and compressible(p)]
-    nbytes = 4 * sum(map(gradient_elements, gradients))
+    nbytes = 4 * sum(map(gradient_elements, gradients)) / shards
     if communicator.size == 1 or not nbytes:
         return _none("there is nothing to compress")
     on_gpus = any(each.is_cuda for each in gradients)
@@ -73,15 +111,19 @@ def _choose(
             f"links of {_words(rate)} by the cost model are too fast for a codec to pay; if they "
             "are slower, `gradwire tune` measures them"
         )
-    seconds = {each: _seconds(communicator, nbytes, each) for each in ("none", "fp16", "int8")}
-    low_rank = _seconds_of_low_rank(communicator, model, min_elements)
-    unsuited = _why_not_low_rank(optimizer, on_gpus)
-    if not unsuited:
-        seconds["lowrank"] = low_rank
+    codecs = ("none", "fp16", "int8")
+    seconds = {each: _seconds(communicator, nbytes, each, collective) for each in codecs}
+    left = ""
+    if low_rank is not None:
+        min_elements, optimizer = low_rank
+        its = _seconds_of_low_rank(communicator, model, min_elements)
+        if unsuited := _why_not_low_rank(optimizer, on_gpus):
+            left = f"; lowrank, {its * 1e3:.3g} ms, is left out: {unsuited}"
+        else:
+            seconds["lowrank"] = its
     limit = _NEARLY * min(seconds.values())
     codec = next(name for name, its in seconds.items() if its <= limit)
     times = ", ".join(f"{name} {its * 1e3:.3g} ms" for name, its in seconds.items())
-    left = f"; lowrank, {low_rank * 1e3:.3g} ms, is left out: {unsuited}" if unsuited else ""
     return _Choice(
         codec,
         f"codec='auto' chose {codec}: over links of {_words(rate)} the {nbytes / 1e6:.3g} MB of "
@@ -110,11 +152,13 @@ def _words(rate: float) -> str:
     return f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
 
 
-def _seconds(communicator: Communicator, nbytes: float, codec: str) -> float:
-    """The seconds of an all_reduce of so many bytes of float32."""
+def _seconds(
+    communicator: Communicator, nbytes: float, codec: str, collective: str = "all_reduce"
+) -> float:
+    """The seconds of a collective of so many bytes of float32."""
     hosts = [list(each) for each in communicator.hosts]
     core = communicator.cost_model._core
-    return core.choose("all_reduce", communicator.size, nbytes, hosts, _core.Codec(codec))[2]
+    return core.choose(collective, communicator.size, nbytes, hosts, _core.Codec(codec))[2]
 
 
 def _seconds_of_low_rank(communicator: Communicator, model: Model, min_elements: int) -> float:
