@@ -215,12 +215,12 @@ class Authenticator:
     def _await(self, sock: socket.socket, address: str, begun: Handshake) -> _Pending:
         try:
             _, wanted = next(begun)
+            entry = _Pending(sock, address, begun, wanted, Deadline(handshake.LIMIT_SECONDS))
+            self._selector.register(sock, selectors.EVENT_READ, entry)
         except OSError:
             sock.close()
             raise
-        entry = _Pending(sock, address, begun, wanted, Deadline(handshake.LIMIT_SECONDS))
         self._pending.append(entry)
-        self._selector.register(sock, selectors.EVENT_READ, entry)
         return entry
 
     def _oldest_of_busiest_address(self) -> _Pending:

@@ -218,6 +218,7 @@ def _read_answer(noise: _core.Noise, answer: bytes, side: Side) -> _core.Cipher 
 def go_on(
     sock: socket.socket, noise: _core.Noise, cipher: _core.Cipher | None, *, always_read: bool
 ) -> socket.socket:
+    """The socket after its handshake: sealed where there is a cipher; it fails with its host."""
     fail_with_host(sock, always_read=always_read)
     sock.settimeout(None)
     return sock if cipher is None else SealedSocket(sock, noise.seal(cipher))
