@@ -13,6 +13,7 @@ from ranks import LIMIT
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / ".ci/with").iterdir())
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def commands(*words: str) -> str:
@@ -70,6 +71,19 @@ def test_what_tests_may_run_with_is_named_and_run_nightly() -> None:
     nightly = rest[rest.index("\nnightly:") : rest.index("\ntest-with:")]
     assert {each for each in names if re.search(rf"\b{each}\b", nightly)} == names
     assert all(os.access(script, os.X_OK) for script in SCRIPTS)
+
+
+def test_what_scripts_install_is_pinned_to_what_the_documentation_says_was_tried() -> None:
+    lines = re.findall(r"-c constraints\.txt \. (.*)", "".join(map(Path.read_text, SCRIPTS)))
+    installed = set(re.findall(r"[a-z]+(?![a-z]*\])", " ".join(lines)))
+    assert installed == {"accelerate", "lightning", "ray", "torch", "transformers"}
+    pins = re.findall(r"(?m)^([a-z]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text())
+    assert installed <= dict(pins).keys()
+    tried = re.findall(r"(?i)tried\*? with (.*)", "".join(map(Path.read_text, PAGES)))
+    named = re.findall(r"(\w+) (\d+\.\d+)", " ".join(tried).lower())
+    assert {each for each in pins if each[0] in installed} <= set(named)
+    others = installed - {"torch"}  # of which several are tried
+    assert {each for each in named if each[0] in others} <= set(pins)
 
 
 def test_no_variable_of_ours_is_one_that_make_has_built_in() -> None:
