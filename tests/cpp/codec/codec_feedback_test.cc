@@ -129,13 +129,9 @@ TEST(ErrorFeedback, AddAccumulatesAndScaleMultiplies) {
 // One step of a rank that feeds back: sends the codec's best of x + e, keeps the rest.
 Values send(const Codec& codec, ErrorFeedback& feedback, const std::string& key, const Values& x) {
   Transaction transaction(feedback, {{key, x.size()}});
-  const auto residual = transaction.residual(0);
-  Values sum = x, delivered(x.size());
-  for (std::size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
+  Values delivered(x.size());
   std::vector<std::byte> payload(codec.max_bytes(x.size()));
-  EncodeContext context;
-  context.error = transaction.context(0).error;
-  codec.encode(sum.data(), x.size(), context, payload);
+  encode(codec, x.data(), x.size(), transaction.context(0), payload);
   codec.decode(payload, delivered.data(), x.size());
   transaction.settle(true);
   return delivered;

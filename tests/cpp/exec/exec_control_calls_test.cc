@@ -58,6 +58,12 @@ TEST(ControlPlane, ARankAloneTellsNobodyOfItsCalls) {
   plane.close_gracefully(Deadline::after(0));
 }
 
+TEST(ControlPlane, OneOfTwoRanksTellsTheOtherOfItsCalls) {
+  ControlPlane plane(0, 2, [] { return Position{}; });
+  plane.begin_call(plan_of(Collective::kBroadcast, 10));
+  EXPECT_TRUE(plane.end_call());
+}
+
 TEST_F(Planes, OtherCallsAreADisagreementForWhoHearsOfThem) {
   for (const Rank rank : {1, 0}) call(rank, Collective::kAllReduce, 10);
   EXPECT_NO_THROW(poll({0, 1}));

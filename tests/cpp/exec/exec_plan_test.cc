@@ -107,6 +107,25 @@ TEST(Plan, RefusesAnOpThatTheTypeHasNot) {
                InvalidArgument);
 }
 
+TEST(Plan, TellsWhichCallItIsFor) {
+  const auto schedule = schedule::generate({Collective::kAllReduce, "ring", 2, 0, {}});
+  Binding binding = binding_of(100);
+  binding.spec.algorithm = "ring";
+  binding.spec.codec = "none";
+  binding.spec.counts = {100};
+  const Plan plan(schedule, binding);
+  EXPECT_EQ(plan.text(), "all_reduce(float32[100], op=sum, algorithm=ring, codec=none)");
+  EXPECT_EQ(plan.fingerprint(), binding.spec.fingerprint());
+}
+
+TEST(Plan, HasAsManyRoundsAsFramesCanNumber) {
+  auto schedule = schedule::generate({Collective::kAllReduce, "star", 2, 0, {}});
+  schedule.rounds.resize(65535);
+  EXPECT_EQ(Plan(schedule, binding_of(100)).sends().size(), 1U);
+  schedule.rounds.emplace_back();
+  EXPECT_THROW(Plan(schedule, binding_of(100)), ScheduleError);
+}
+
 TEST(Plan, NamesTheOpsThatAreDefined) {
   for (const DType dtype : {DType::kFloat32, DType::kInt32, DType::kInt8}) {
     std::string defined;

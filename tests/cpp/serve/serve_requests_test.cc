@@ -128,5 +128,25 @@ TEST(Shard, RefusesFramesThatNoClientSends) {
   EXPECT_THROW(shard.begin_pull(1, pull), InvalidArgument);
 }
 
+TEST(Shard, RefusesAFrameAfterTheLast) {
+  const codec::FloatEnvironment environment;
+  const Table table = some_table();
+  Direct job(table);
+  job.send(Op::kSet, 1, zeros_of(table));
+  const ShardFrame frame = job.shard.layout().frames()[0];
+  const std::vector<std::byte> payload(frame.count * sizeof(float));
+  MessageHeader header;
+  header.op = Op::kSet;
+  header.flags = 0;
+  header.sequence = job.sequence();
+  header.count = static_cast<std::uint32_t>(frame.count);
+  try {
+    job.shard.set(1, {header, payload});
+    ADD_FAILURE() << "it was taken";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("out of order"), std::string::npos);
+  }
+}
+
 }  // namespace serve_requests_test
 }  // namespace gradwire::serve
