@@ -7,11 +7,14 @@ ended, and the next function gets new ones.
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,6 +74,29 @@ class Pool:
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
+
+
+def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of what every rank of the fixture `pool` runs, with the test's parameters."""
+
+    @functools.wraps(body)
+    def test(pool: Pool, **given: Any) -> None:
+        pool.run(_Body(test), given)
+
+    parameters = inspect.signature(body).parameters.values()
+    pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = inspect.Signature([pool, *parameters])  # type: ignore[attr-defined]
+    return test
+
+
+@dataclass
+class _Body:
+    """The body of a test, which a rank finds by the name of the test."""
+
+    test: Any
+
+    def __call__(self, given: dict[str, Any]) -> None:
+        self.test.__wrapped__(**given)
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:

@@ -16,7 +16,7 @@ from gradwire.torch.backend import cpp_holders
 from ranks import LIMIT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_pool import Pool
+from torch_pool import on_ranks
 from torch_versions import WRAPS
 
 _c10d = torch._C._distributed_c10d
@@ -73,13 +73,10 @@ class Joined:
         self._join.__exit__(*given)
 
 
-def joins(over_all: bool) -> None:
-    require_as_over_gloo(lambda ddp: Joined(ddp, over_all))
-
-
 @pytest.mark.parametrize("over_all", [True, False], ids=["all", "those that train"])
-def test_join_averages_over(pool: Pool, over_all: bool) -> None:
-    pool.run(joins, over_all)
+@on_ranks
+def test_join_averages_over(over_all: bool) -> None:
+    require_as_over_gloo(lambda ddp: Joined(ddp, over_all))
 
 
 class BuiltIn:
@@ -95,18 +92,16 @@ class BuiltIn:
         pass
 
 
-def built_in(name: str) -> None:
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+@on_ranks
+def test_built_in_hooks(name: str) -> None:
     # gloo rounds partial sums to float16.
     within = 1e-3 if name == "FP16_COMPRESS" else 1e-6
     require_as_over_gloo(lambda ddp: BuiltIn(ddp, name), within)
 
 
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_built_in_hooks(pool: Pool, name: str) -> None:
-    pool.run(built_in, name)
-
-
-def complete_futures() -> None:
+@on_ranks
+def test_futures_are_complete_after_wait() -> None:
     size = dist.get_world_size()
     for count in range(1, 101):
         work = dist.all_reduce(x := torch.ones(count), async_op=True)
@@ -121,17 +116,14 @@ def complete_futures() -> None:
         assert after.value()[0].tolist() == [float(size**2)] * count
 
 
-def test_futures_are_complete_after_wait(pool: Pool) -> None:
-    pool.run(complete_futures)
-
-
 def register(tensors: list[torch.Tensor]) -> None:
     """Gives works to torch's registry, where only their C++ halves are."""
     for each in tensors:
         _c10d._register_work(each, dist.all_reduce(each, async_op=True))
 
 
-def registered() -> None:
+@on_ranks
+def test_the_registry_of_works_waits_for_those_that_python_has_dropped() -> None:
     size = dist.get_world_size()
     tensors = [torch.ones(3) for _ in range(5)]
     register(tensors)
@@ -142,11 +134,8 @@ def registered() -> None:
     assert _c10d._get_work_registry_size() == 0
 
 
-def test_the_registry_of_works_waits_for_those_that_python_has_dropped(pool: Pool) -> None:
-    pool.run(registered)
-
-
-def release() -> None:
+@on_ranks
+def test_works_end_with_their_last_holder() -> None:
     cpp_holders.release()
     kept = len(cpp_holders._kept)
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -164,16 +153,13 @@ def release() -> None:
     assert len(cpp_holders._kept) == kept
 
 
-def test_works_end_with_their_last_holder(pool: Pool) -> None:
-    pool.run(release)
-
-
 @pytest.mark.skipif(WRAPS, reason="this torch never parts the halves of a work")
 def test_the_owners_of_works_are_known() -> None:
     assert cpp_holders._known
 
 
-def functional() -> None:
+@on_ranks
+def test_functional_collectives_wait() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     name = dist.group.WORLD.group_name
     own, by_rank = torch.full((2,), float(rank)), torch.arange(float(size)).repeat_interleave(2)
@@ -210,11 +196,8 @@ def functional() -> None:
         assert each.max() in (size - 1, 2 * size - 2)
 
 
-def test_functional_collectives_wait(pool: Pool) -> None:
-    pool.run(functional)
-
-
-def polls() -> None:
+@on_ranks
+def test_a_poller_finds_an_operation_over_when_its_results_are_there() -> None:
     work = dist.all_reduce(x := torch.ones(1000)[::2], async_op=True)
     seen = work.get_future()
     wait_for(seen.done if WRAPS else work.is_completed)
@@ -222,16 +205,9 @@ def polls() -> None:
     assert x.tolist() == [float(dist.get_world_size())] * 500
 
 
-def test_a_poller_finds_an_operation_over_when_its_results_are_there(pool: Pool) -> None:
-    pool.run(polls)
-
-
-def barriers() -> None:
+@on_ranks
+def test_monitored_barriers() -> None:
     gradwire.torch.monitored_barrier()
     gradwire.torch.monitored_barrier(dist.group.WORLD, timeout=LIMIT)
     with pytest.raises(gradwire.InvalidArgument, match="the group's backend is gloo"):
         gradwire.torch.monitored_barrier(dist.new_group(backend="gloo"))
-
-
-def test_monitored_barriers(pool: Pool) -> None:
-    pool.run(barriers)

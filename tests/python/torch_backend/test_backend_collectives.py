@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch_pool import Pool
+from torch_pool import Pool, on_ranks
 from torch_versions import WRAPS, endpoint_of
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -53,18 +53,16 @@ def summed(make: Callable[[int], torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def sums_of_every_type() -> None:
+@on_ranks
+def test_every_type_can_be_summed() -> None:
     for dtype in (*FLOATS, *INTEGERS):
         x = mine(dtype=dtype)
         dist.all_reduce(x)
         equal(x, summed(of_rank).to(dtype))
 
 
-def test_every_type_can_be_summed(pool: Pool) -> None:
-    pool.run(sums_of_every_type)
-
-
-def other_reductions() -> None:
+@on_ranks
+def test_other_reductions_of_floats() -> None:
     ranks = [of_rank(rank) for rank in each_rank()]
     stacked = torch.stack(ranks)
     wanted = {
@@ -82,11 +80,8 @@ def other_reductions() -> None:
     equal(x, stacked.sum(0) / 2)
 
 
-def test_other_reductions_of_floats(pool: Pool) -> None:
-    pool.run(other_reductions)
-
-
-def integer_averages() -> None:
+@on_ranks
+def test_averages_of_integers_are_cut_off() -> None:
     size = dist.get_world_size()
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         sign = 1 if dtype is torch.uint8 else -1
@@ -116,11 +111,8 @@ def integer_averages() -> None:
         equal(x, part)
 
 
-def test_averages_of_integers_are_cut_off(pool: Pool) -> None:
-    pool.run(integer_averages)
-
-
-def bitwise_reductions() -> None:
+@on_ranks
+def test_bitwise_reductions() -> None:
     for dtype in (torch.int32, torch.uint8):
         wanted = {
             op: of_rank(0, dtype=dtype) for op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -136,11 +128,8 @@ def bitwise_reductions() -> None:
             equal(x, value)
 
 
-def test_bitwise_reductions(pool: Pool) -> None:
-    pool.run(bitwise_reductions)
-
-
-def bools_and_complex() -> None:
+@on_ranks
+def test_bools_and_complex_numbers() -> None:
     every = torch.tensor([rank > 0 for rank in each_rank()])
     x = every[dist.get_rank()].reshape(1).clone()
     dist.all_reduce(x, ReduceOp.MAX)
@@ -160,11 +149,8 @@ def bools_and_complex() -> None:
         equal(each, torch.full((3,), complex(rank, 1)))
 
 
-def test_bools_and_complex_numbers(pool: Pool) -> None:
-    pool.run(bools_and_complex)
-
-
-def strange_shapes() -> None:
+@on_ranks
+def test_strided_and_empty_tensors() -> None:
     total = summed(lambda rank: of_rank(rank, (6, 4))).to(torch.float32)
     views = [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 1], lambda x: x[1, 2]]
     for view in views:
@@ -185,11 +171,8 @@ def strange_shapes() -> None:
     assert parameter._version > version
 
 
-def test_strided_and_empty_tensors(pool: Pool) -> None:
-    pool.run(strange_shapes)
-
-
-def moves() -> None:
+@on_ranks
+def test_broadcast_and_all_gather() -> None:
     rank, size, last = dist.get_rank(), dist.get_world_size(), dist.get_world_size() - 1
     for dtype in (*FLOATS, *INTEGERS, *FLOAT8, torch.bool, torch.complex64):
         x = mine(dtype=dtype)
@@ -223,11 +206,8 @@ def moves() -> None:
         equal(each, of_rank(other, (4, 3)).t())
 
 
-def test_broadcast_and_all_gather(pool: Pool) -> None:
-    pool.run(moves)
-
-
-def rooted() -> None:
+@on_ranks
+def test_reduce_gather_and_scatter() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     x = mine()
     dist.reduce(x, last)
@@ -241,11 +221,8 @@ def rooted() -> None:
     equal(x, mine())
 
 
-def test_reduce_gather_and_scatter(pool: Pool) -> None:
-    pool.run(rooted)
-
-
-def scattered_sums() -> None:
+@on_ranks
+def test_reduce_scatter_even_and_uneven() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     total = summed(lambda other: of_rank(other, (2 * size, 3))).to(torch.float32)
     x = torch.empty(2, 3)
@@ -261,11 +238,8 @@ def scattered_sums() -> None:
     equal(x, summed(lambda other: of_rank(other, (rank + 1,))).to(torch.float32))
 
 
-def test_reduce_scatter_even_and_uneven(pool: Pool) -> None:
-    pool.run(scattered_sums)
-
-
-def exchanges() -> None:
+@on_ranks
+def test_all_to_all_even_and_uneven() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def block(source: int, target: int) -> torch.Tensor:
@@ -285,11 +259,13 @@ def exchanges() -> None:
     equal(even, torch.arange(size) * 10.0 + rank)
 
 
-def test_all_to_all_even_and_uneven(pool: Pool) -> None:
-    pool.run(exchanges)
+def traffic() -> int:
+    frames = endpoint_of(dist.group.WORLD).communicator.traffic.frames_sent
+    return int(frames)
 
 
-def coalesced() -> None:
+@on_ranks
+def test_coalesced_calls() -> None:
     size = dist.get_world_size()
     shapes, dtypes = [(3, 4), (5,), ()], [torch.float32, torch.float64, torch.float32]
 
@@ -335,15 +311,6 @@ def coalesced() -> None:
         equal(other, of_rank(rank, (5,)))
 
 
-def traffic() -> int:
-    frames = endpoint_of(dist.group.WORLD).communicator.traffic.frames_sent
-    return int(frames)
-
-
-def test_coalesced_calls(pool: Pool) -> None:
-    pool.run(coalesced)
-
-
 def frames_of_coalesced_calls() -> tuple[int, int]:
     size = dist.get_world_size()
 
@@ -362,7 +329,8 @@ def test_a_coalesced_call_is_one_operation(pool: Pool) -> None:
         assert alone == five
 
 
-def under_both_names() -> None:
+@on_ranks
+def test_names_of_all_versions() -> None:
     size, group = dist.get_world_size(), dist.group.WORLD
     total, out = summed(of_rank).to(torch.float32), torch.empty(3 * size, 4)
     for name in ("all_gather_single", "_allgather_base"):
@@ -392,11 +360,8 @@ def under_both_names() -> None:
     equal(x, torch.stack([of_rank(rank) for rank in each_rank()]).amax(0))
 
 
-def test_names_of_all_versions(pool: Pool) -> None:
-    pool.run(under_both_names)
-
-
-def in_the_background() -> None:
+@on_ranks
+def test_works_and_futures() -> None:
     total = summed(of_rank).to(torch.float32)
     tensors = [mine() for _ in range(20)]
     works = [dist.all_reduce(each, async_op=True) for each in tensors]
@@ -421,11 +386,8 @@ def in_the_background() -> None:
     dist.barrier()
 
 
-def test_works_and_futures(pool: Pool) -> None:
-    pool.run(in_the_background)
-
-
-def objects() -> None:
+@on_ranks
+def test_object_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = [None] * size
     dist.all_gather_object(found, {"rank": rank, "text": "x" * rank})
@@ -441,11 +403,8 @@ def objects() -> None:
     assert own == [10 + rank]
 
 
-def test_object_collectives(pool: Pool) -> None:
-    pool.run(objects)
-
-
-def sparse() -> None:
+@on_ranks
+def test_sparse_tensors() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def rows(other: int) -> torch.Tensor:
@@ -464,10 +423,6 @@ def sparse() -> None:
     for x in (rows(rank).to(torch.uint32), rows(rank).long().to_sparse()):
         with pytest.raises(gradwire.InvalidArgument, match=r"'avg' of .*int.* divide the sum"):
             dist.all_reduce(x, ReduceOp.AVG)
-
-
-def test_sparse_tensors(pool: Pool) -> None:
-    pool.run(sparse)
 
 
 def functional() -> None:
@@ -505,7 +460,8 @@ def test_functional_collectives(pool: Pool) -> None:
     pool.run(functional)
 
 
-def mistakes() -> None:
+@on_ranks
+def test_wrong_arguments_leave_the_group_usable() -> None:
     size = dist.get_world_size()
     with pytest.raises(gradwire.InvalidArgument, match="split_sizes"):
         dist.all_to_all_single(torch.empty(3), torch.empty(3), [1] * size, [7] * size)
@@ -515,10 +471,6 @@ def mistakes() -> None:
         with pytest.raises(gradwire.InvalidArgument, match="meta"):
             dist.all_reduce(torch.empty(2, device="meta"))
     dist.barrier()  # the group is as good as before
-
-
-def test_wrong_arguments_leave_the_group_usable(pool: Pool) -> None:
-    pool.run(mistakes)
 
 
 def profiled() -> set[str]:

@@ -21,7 +21,7 @@ from gradwire._base.deadline import Deadline
 from gradwire.torch import Options
 from gradwire.torch.backend import creation, rendezvous
 from ranks import LIMIT, eventually
-from torch_pool import Pool
+from torch_pool import on_ranks
 from torch_versions import SPLITS, WRAPS, endpoint_of
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,8 @@ def summed_over(group: Any) -> int:
     return int(x)
 
 
-def several_groups() -> None:
+@on_ranks
+def test_several_groups() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = list(range(size))
     again, reverse = dist.new_group(), dist.new_group(everyone[::-1])
@@ -60,11 +61,8 @@ def several_groups() -> None:
     assert summed_over(None) == size
 
 
-def test_several_groups(pool: Pool) -> None:
-    pool.run(several_groups)
-
-
-def names_and_devices() -> None:
+@on_ranks
+def test_names() -> None:
     world = dist.group.WORLD
     assert dist.get_backend() == "gradwire"
     if not WRAPS:
@@ -81,11 +79,8 @@ def names_and_devices() -> None:
         assert [each.type for each in made._device_types] == devices
 
 
-def test_names(pool: Pool) -> None:
-    pool.run(names_and_devices)
-
-
-def meshes() -> None:
+@on_ranks
+def test_device_meshes() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     size = dist.get_world_size()
@@ -95,11 +90,8 @@ def meshes() -> None:
     assert mesh.get_local_rank("columns") == dist.get_rank() % 2
 
 
-def test_device_meshes(pool: Pool) -> None:
-    pool.run(meshes)
-
-
-def refusals() -> None:
+@on_ranks
+def test_what_cannot_be_is_refused() -> None:
     if not WRAPS:
         with pytest.raises(gradwire.InvalidArgument, match=r"up to torch 2\.13") as raised:
             dist.new_group(backend="cpu:gloo,cuda:gradwire")
@@ -109,10 +101,6 @@ def refusals() -> None:
     with pytest.raises(gradwire.InvalidArgument, match="pg_options"):
         dist.new_group(pg_options=object())
     dist.barrier()
-
-
-def test_what_cannot_be_is_refused(pool: Pool) -> None:
-    pool.run(refusals)
 
 
 @pytest.mark.parametrize("version", ["2.4.1", "2.6.0+cu124", "1.13.1"])
@@ -205,7 +193,8 @@ def test_ranks_that_made_other_groups_before(tmp_path: Path) -> None:
     torch_ranks.run(2, other_pasts, str(tmp_path / "store"), backend="gradwire")
 
 
-def limits() -> None:
+@on_ranks
+def test_timeouts_are_those_of_torch() -> None:
     group = dist.new_group(timeout=timedelta(seconds=33))
     endpoint = endpoint_of(group)
     assert endpoint.communicator._timeout == 33
@@ -214,10 +203,6 @@ def limits() -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=55), group)
     assert endpoint.seconds(None) == 55
     assert summed_over(group) == dist.get_world_size()
-
-
-def test_timeouts_are_those_of_torch(pool: Pool) -> None:
-    pool.run(limits)
 
 
 def descriptors_and_threads() -> tuple[int, int]:
@@ -239,7 +224,8 @@ def make_and_destroy() -> None:
     dist.destroy_process_group(group)
 
 
-def use_many() -> None:
+@on_ranks
+def test_groups_leave_nothing_behind() -> None:
     make_and_destroy()
     before = descriptors_and_threads()
     for _ in range(5):
@@ -247,11 +233,8 @@ def use_many() -> None:
     eventually(lambda: descriptors_and_threads() <= before)
 
 
-def test_groups_leave_nothing_behind(pool: Pool) -> None:
-    pool.run(use_many)
-
-
-def splits() -> None:
+@on_ranks
+def test_groups_are_split_where_torch_lets_them() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = [[first + 1, first] for first in range(0, size, 2)]
     if not SPLITS:
@@ -281,21 +264,14 @@ def splits() -> None:
     assert summed_over(None) == size
 
 
-def test_groups_are_split_where_torch_lets_them(pool: Pool) -> None:
-    pool.run(splits)
-
-
-def monitored() -> None:
+@on_ranks
+def test_monitored_barriers_where_torch_lets_them() -> None:
     if not WRAPS:
         with pytest.raises(ValueError, match="only implemented for GLOO"):
             dist.monitored_barrier()
         return
     dist.monitored_barrier()
     dist.monitored_barrier(timeout=timedelta(seconds=LIMIT), wait_all_ranks=True)
-
-
-def test_monitored_barriers_where_torch_lets_them(pool: Pool) -> None:
-    pool.run(monitored)
 
 
 def test_a_rank_that_waits_for_another_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:

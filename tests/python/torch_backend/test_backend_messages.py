@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gradwire.torch.backend.mailbox import Mailbox
 from ranks import eventually
-from torch_pool import Pool
+from torch_pool import on_ranks
 from torch_versions import WRAPS, endpoint_of, forwards_all
 
 LARGE = 1_500_001
@@ -29,7 +29,8 @@ def pattern(sender: int, count: int = LARGE) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32) + sender
 
 
-def out_of_order() -> None:
+@on_ranks
+def test_tags_are_matched_out_of_order() -> None:
     """Receives tags in the reverse of the order in which they are sent."""
     before, after = neighbours()
     sends = [dist.isend(pattern(tag, 10 * tag), after, tag=tag) for tag in range(6)]
@@ -41,11 +42,8 @@ def out_of_order() -> None:
         work.wait()
 
 
-def test_tags_are_matched_out_of_order(pool: Pool) -> None:
-    pool.run(out_of_order)
-
-
-def large_out_of_order() -> None:
+@on_ranks
+def test_large_messages_out_of_order() -> None:
     """Posts the receives first in one pair, and last in the other; messages do not fit a link."""
     before, after = neighbours()
     received = [torch.empty(LARGE) for _ in range(3)]
@@ -59,11 +57,8 @@ def large_out_of_order() -> None:
         assert torch.equal(each, pattern(tag))
 
 
-def test_large_messages_out_of_order(pool: Pool) -> None:
-    pool.run(large_out_of_order)
-
-
-def same_tag_keeps_its_order() -> None:
+@on_ranks
+def test_messages_of_one_tag_keep_their_order() -> None:
     before, after = neighbours()
     works = [dist.isend(torch.tensor([float(i)]), after, tag=3) for i in range(30)]
     received = [torch.empty(1) for _ in range(30)]
@@ -73,11 +68,9 @@ def same_tag_keeps_its_order() -> None:
     assert torch.cat(received).tolist() == list(range(30))
 
 
-def test_messages_of_one_tag_keep_their_order(pool: Pool) -> None:
-    pool.run(same_tag_keeps_its_order)
-
-
-def from_anywhere() -> None:
+@forwards_all
+@on_ranks
+def test_receives_from_any_rank_name_the_sender() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank != 0:
         dist.send(torch.full((5,), float(rank)), 0, tag=1)
@@ -98,12 +91,9 @@ def from_anywhere() -> None:
             assert x[0] == source
 
 
-@forwards_all
-def test_receives_from_any_rank_name_the_sender(pool: Pool) -> None:
-    pool.run(from_anywhere)
-
-
-def from_someone() -> None:
+@pytest.mark.skipif(not WRAPS, reason="older versions of torch hand out the operation itself")
+@on_ranks
+def test_what_torch_forgets_of_operations_in_python() -> None:
     """What docs/backend.md says of torch 2.14 and later."""
     if dist.get_rank() == 1:
         dist.send(torch.ones(2), 0)
@@ -118,12 +108,8 @@ def from_someone() -> None:
     eventually(work.get_future().done)
 
 
-@pytest.mark.skipif(not WRAPS, reason="older versions of torch hand out the operation itself")
-def test_what_torch_forgets_of_operations_in_python(pool: Pool) -> None:
-    pool.run(from_someone)
-
-
-def any_beside_certain() -> None:
+@on_ranks
+def test_a_receive_from_any_rank_beside_one_from_a_certain_rank() -> None:
     """Awaits one certain rank and any other at once; the other one's message comes first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -142,11 +128,8 @@ def any_beside_certain() -> None:
         dist.send(torch.ones(3), 0, tag=1)
 
 
-def test_a_receive_from_any_rank_beside_one_from_a_certain_rank(pool: Pool) -> None:
-    pool.run(any_beside_certain)
-
-
-def batches() -> None:
+@on_ranks
+def test_batches() -> None:
     before, after = neighbours()
     x, y = torch.empty(LARGE), torch.empty(8, dtype=torch.int64)
     works = dist.batch_isend_irecv(
@@ -163,11 +146,8 @@ def batches() -> None:
     assert torch.equal(y, torch.arange(8))
 
 
-def test_batches(pool: Pool) -> None:
-    pool.run(batches)
-
-
-def beside_collectives() -> None:
+@on_ranks
+def test_receives_go_on_beside_collectives() -> None:
     """A receive that was begun goes on while its rank is in a collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.empty(LARGE)
@@ -182,11 +162,15 @@ def beside_collectives() -> None:
         assert torch.equal(x, pattern(1))
 
 
-def test_receives_go_on_beside_collectives(pool: Pool) -> None:
-    pool.run(beside_collectives)
+def _received_in_a_future(before: int, after: int) -> list[torch.Tensor]:
+    future = dist.irecv(torch.zeros(2), before, tag=4).get_future()
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()  # not behind the receive
+    dist.send(torch.ones(2), after, tag=4)
+    return list(future.wait())
 
 
-def kinds_of_tensors() -> None:
+@on_ranks
+def test_types_and_strides() -> None:
     before, after = neighbours()
     rank = dist.get_rank()
     for dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.bfloat16):
@@ -210,18 +194,8 @@ def kinds_of_tensors() -> None:
     assert torch.equal(found, torch.ones(2))
 
 
-def _received_in_a_future(before: int, after: int) -> list[torch.Tensor]:
-    future = dist.irecv(torch.zeros(2), before, tag=4).get_future()
-    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()  # not behind the receive
-    dist.send(torch.ones(2), after, tag=4)
-    return list(future.wait())
-
-
-def test_types_and_strides(pool: Pool) -> None:
-    pool.run(kinds_of_tensors)
-
-
-def to_itself() -> None:
+@on_ranks
+def test_a_message_to_the_rank_itself() -> None:
     rank = dist.get_rank()
     work = dist.isend(torch.full((3,), 1.0 * rank), rank, tag=7)
     x = torch.empty(3)
@@ -230,11 +204,9 @@ def to_itself() -> None:
     assert x.tolist() == [rank] * 3
 
 
-def test_a_message_to_the_rank_itself(pool: Pool) -> None:
-    pool.run(to_itself)
-
-
-def polled() -> None:
+@forwards_all
+@on_ranks
+def test_an_operation_that_is_over_has_its_results() -> None:
     """Results are in place once an operation says that it is over, without a wait."""
     before, after = neighbours()
     size = dist.get_world_size()
@@ -254,12 +226,8 @@ def polled() -> None:
         send.wait()
 
 
-@forwards_all
-def test_an_operation_that_is_over_has_its_results(pool: Pool) -> None:
-    pool.run(polled)
-
-
-def coalesced() -> None:
+@on_ranks
+def test_messages_in_a_coalesced_batch() -> None:
     """What is sent and received within torch's coalescing manager is over when its work is."""
     before, after = neighbours()
     x, total = torch.zeros(LARGE), torch.ones(3)
@@ -273,11 +241,8 @@ def coalesced() -> None:
     assert torch.equal(x, pattern(before))
 
 
-def test_messages_in_a_coalesced_batch(pool: Pool) -> None:
-    pool.run(coalesced)
-
-
-def leave_headers_awaited() -> None:
+@on_ranks
+def test_the_end_of_a_group_that_awaited_more_ranks_than_it_needed() -> None:
     """Destroys a group in which headers are still awaited that no receive needs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
@@ -299,11 +264,8 @@ def leave_headers_awaited() -> None:
     assert x == size
 
 
-def test_the_end_of_a_group_that_awaited_more_ranks_than_it_needed(pool: Pool) -> None:
-    pool.run(leave_headers_awaited)
-
-
-def without_memory() -> None:
+@on_ranks
+def test_a_receive_without_memory_fails_at_once() -> None:
     """The message's memory cannot be had on the thread that takes messages in."""
     rank, group = dist.get_rank(), dist.new_group()
     if rank == 0:
@@ -318,11 +280,8 @@ def without_memory() -> None:
     group.abort()
 
 
-def test_a_receive_without_memory_fails_at_once(pool: Pool) -> None:
-    pool.run(without_memory)
-
-
-def in_a_fork() -> None:
+@on_ranks
+def test_a_fork_cannot_receive() -> None:
     group = dist.new_group()
     dist.irecv(torch.ones(1), dist.get_rank(), group=group)  # there is a thread for it
     dist.isend(torch.ones(1), dist.get_rank(), group=group).wait()
@@ -337,11 +296,8 @@ def in_a_fork() -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_fork_cannot_receive(pool: Pool) -> None:
-    pool.run(in_a_fork)
-
-
-def wrong_size() -> None:
+@on_ranks
+def test_a_message_of_another_size_is_refused() -> None:
     before, after = neighbours()
     work = dist.isend(torch.ones(3), after)
     with pytest.raises(gradwire.InvalidArgument, match=r"12 bytes.*expects 8"):
@@ -352,11 +308,8 @@ def wrong_size() -> None:
     dist.barrier()
 
 
-def test_a_message_of_another_size_is_refused(pool: Pool) -> None:
-    pool.run(wrong_size)
-
-
-def impossible_size() -> None:
+@on_ranks
+def test_a_header_that_nobody_sends_is_refused() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     if rank == 1:
@@ -368,11 +321,18 @@ def impossible_size() -> None:
     dist.barrier()
 
 
-def test_a_header_that_nobody_sends_is_refused(pool: Pool) -> None:
-    pool.run(impossible_size)
+def _after_last_like(begun: list[Any], wanted: Any) -> int:
+    def key(each: Any) -> Any:
+        what, (sender, receiver, tag, *_) = each
+        return what, sender, receiver, tag
+
+    places = [place for place, each in enumerate(begun) if key(each) == key(wanted)]
+    return max(places, default=-1) + 1
 
 
-def storm(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks
+def test_many_messages_in_any_order(seed: int) -> None:
     """Sends and receives many messages at once, in another order on every rank.
 
     Messages of tags from 100 on are received from any rank; each such tag has one sender.
@@ -403,17 +363,3 @@ def storm(seed: int) -> None:
         assert torch.equal(x, torch.full_like(x, number))
         assert WRAPS or work.source_rank() == sender
     dist.barrier()
-
-
-def _after_last_like(begun: list[Any], wanted: Any) -> int:
-    def key(each: Any) -> Any:
-        what, (sender, receiver, tag, *_) = each
-        return what, sender, receiver, tag
-
-    places = [place for place, each in enumerate(begun) if key(each) == key(wanted)]
-    return max(places, default=-1) + 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_many_messages_in_any_order(pool: Pool, seed: int) -> None:
-    pool.run(storm, seed)

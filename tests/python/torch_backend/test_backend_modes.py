@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
-from torch_pool import Pool
+from torch_pool import on_ranks
 
 
 def make_calls(group: Any) -> list[torch.Tensor]:
@@ -35,7 +35,9 @@ def make_calls(group: Any) -> list[torch.Tensor]:
     return [summed, own, whole, got, part, turned]
 
 
-def counted() -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks
+def test_calls_are_counted() -> None:
     found = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
         with CommDebugMode() as mode:
@@ -49,11 +51,8 @@ def counted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_calls_are_counted(pool: Pool) -> None:
-    pool.run(counted)
-
-
-def faked() -> None:
+@on_ranks
+def test_calls_without_memory_exchange_nothing() -> None:
     with FakeTensorMode():
         x = torch.ones(3)
         if dist.get_rank() == 0:  # nothing is exchanged, so no other rank need come
@@ -64,8 +63,3 @@ def faked() -> None:
             work.wait()
     dist.all_reduce(y := torch.ones(1))
     assert y.item() == dist.get_world_size()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_calls_without_memory_exchange_nothing(pool: Pool) -> None:
-    pool.run(faked)

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from small_training import averaged, batch, model, train
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch_pool import Pool
+from torch_pool import Pool, on_ranks
 from torch_versions import HYBRID_SHARDS
 
 
-def fully_sharded() -> None:
+@on_ranks
+def test_fsdp2() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -42,7 +43,8 @@ def fully_sharded() -> None:
         assert torch.allclose(full, averaged(), atol=1e-5)
 
 
-def fully_sharded_in_bfloat16() -> None:
+@on_ranks
+def test_fsdp2_in_bfloat16_with_a_divide_factor() -> None:
     """With a factor other than the number of ranks, which torch gives as PREMUL_SUM."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -60,15 +62,8 @@ def fully_sharded_in_bfloat16() -> None:
         assert error < 0.05 * theirs.grad.abs().max()
 
 
-def test_fsdp2(pool: Pool) -> None:
-    pool.run(fully_sharded)
-
-
-def test_fsdp2_in_bfloat16_with_a_divide_factor(pool: Pool) -> None:
-    pool.run(fully_sharded_in_bfloat16)
-
-
-def distributed_tensors() -> None:
+@on_ranks
+def test_dtensor() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -88,11 +83,8 @@ def distributed_tensors() -> None:
     assert torch.equal(product.full_tensor(), whole @ torch.ones(6, 2))
 
 
-def test_dtensor(pool: Pool) -> None:
-    pool.run(distributed_tensors)
-
-
-def tensor_parallel() -> None:
+@on_ranks
+def test_tensor_and_sequence_parallel() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -129,11 +121,8 @@ def tensor_parallel() -> None:
     assert torch.allclose(found, normed(x), atol=1e-5)
 
 
-def test_tensor_and_sequence_parallel(pool: Pool) -> None:
-    pool.run(tensor_parallel)
-
-
-def pipeline() -> None:
+@on_ranks
+def test_pipeline_1f1b() -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -153,10 +142,6 @@ def pipeline() -> None:
     mse_loss(nn.Sequential(*layers)(x), y).backward()
     for ours, theirs in zip(own.parameters(), layers[rank].parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
-
-
-def test_pipeline_1f1b(pool: Pool) -> None:
-    pool.run(pipeline)
 
 
 def checkpoint(folder: str) -> None:
@@ -204,7 +189,8 @@ def test_checkpoints_in_the_background(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_in_the_background, str(tmp_path))
 
 
-def fully_sharded_1() -> None:
+@on_ranks
+def test_fsdp1() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     sharded = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
@@ -212,10 +198,6 @@ def fully_sharded_1() -> None:
     with FullyShardedDataParallel.summon_full_params(sharded):
         found = torch.cat([each.detach().reshape(-1) for each in sharded.parameters()])
         assert torch.allclose(found, averaged(), atol=1e-5)
-
-
-def test_fsdp1(pool: Pool) -> None:
-    pool.run(fully_sharded_1)
 
 
 def split_net() -> tuple[Any, nn.Module, nn.Module]:
@@ -245,7 +227,8 @@ def compute_gradients(mesh: Any, alone: nn.Module, parallel: nn.Module) -> None:
         (mse_loss(alone(batch(0, rank)[0]), batch(0, rank)[1]) / ranks).backward()
 
 
-def fsdp2_beside_tensor_parallelism() -> None:
+@on_ranks
+def test_fsdp2_beside_tensor_parallelism() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh, alone, shared = split_net()
@@ -254,11 +237,8 @@ def fsdp2_beside_tensor_parallelism() -> None:
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-5)
 
 
-def test_fsdp2_beside_tensor_parallelism(pool: Pool) -> None:
-    pool.run(fsdp2_beside_tensor_parallelism)
-
-
-def ddp_beside_tensor_parallelism() -> None:
+@on_ranks
+def test_ddp_beside_tensor_parallelism() -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
 
@@ -275,11 +255,8 @@ def ddp_beside_tensor_parallelism() -> None:
         assert torch.allclose(each.grad, gradient, atol=1e-5), name
 
 
-def test_ddp_beside_tensor_parallelism(pool: Pool) -> None:
-    pool.run(ddp_beside_tensor_parallelism)
-
-
-def parallel_loss() -> None:
+@on_ranks
+def test_loss_parallel() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
@@ -297,11 +274,14 @@ def parallel_loss() -> None:
     assert torch.allclose(shards.grad.full_tensor(), logits.grad)
 
 
-def test_loss_parallel(pool: Pool) -> None:
-    pool.run(parallel_loss)
+compilers = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
 
 
-def compiled_collectives(backend: str) -> None:
+@compilers
+@on_ranks
+def test_compiled_functional_collectives(backend: str) -> None:
     import torch.distributed._functional_collectives as functional
 
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -315,7 +295,9 @@ def compiled_collectives(backend: str) -> None:
     assert torch.equal(call(torch.ones(3)), torch.full((3 * size,), 2.0 * size * size + 1))
 
 
-def compiled_tensor_parallel(backend: str) -> None:
+@compilers
+@on_ranks
+def test_compiled_tensor_parallelism(backend: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -335,18 +317,3 @@ def compiled_tensor_parallel(backend: str) -> None:
             module(x).pow(2).sum().backward()
     for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-4)
-
-
-compilers = pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
-)
-
-
-@compilers
-def test_compiled_functional_collectives(pool: Pool, backend: str) -> None:
-    pool.run(compiled_collectives, backend)
-
-
-@compilers
-def test_compiled_tensor_parallelism(pool: Pool, backend: str) -> None:
-    pool.run(compiled_tensor_parallel, backend)

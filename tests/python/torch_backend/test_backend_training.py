@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch_pool import Pool
+from torch_pool import on_ranks
 
 SMALL = {"bucket_cap_mb": 0.002}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,8 @@ def gloo_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
-def as_over_gloo() -> None:
+@on_ranks
+def test_ddp_has_the_bits_of_ddp_over_gloo() -> None:
     gloo = gloo_group()
     for name, setting in SETTINGS.items():
         for normalized in (False, True):
@@ -44,11 +45,8 @@ def as_over_gloo() -> None:
             assert same if dist.get_world_size() == 2 else close, (name, normalized)
 
 
-def test_ddp_has_the_bits_of_ddp_over_gloo(pool: Pool) -> None:
-    pool.run(as_over_gloo)
-
-
-def hooks_of_torch() -> None:
+@on_ranks
+def test_torchs_own_hooks() -> None:
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         ddp = DistributedDataParallel(model(), **SMALL)
         ddp.register_comm_hook(None, hook)
@@ -62,11 +60,8 @@ def hooks_of_torch() -> None:
     agreed(ddp)
 
 
-def test_torchs_own_hooks(pool: Pool) -> None:
-    pool.run(hooks_of_torch)
-
-
-def our_hook() -> None:
+@on_ranks
+def test_gradwires_hook_over_its_own_group() -> None:
     import gradwire.torch
 
     plain = DistributedDataParallel(model(), **SMALL)
@@ -79,11 +74,8 @@ def our_hook() -> None:
     state.close()
 
 
-def test_gradwires_hook_over_its_own_group(pool: Pool) -> None:
-    pool.run(our_hook)
-
-
-def uneven_inputs() -> None:
+@on_ranks
+def test_join_and_no_sync() -> None:
     ddp = DistributedDataParallel(model(), **SMALL)
     with ddp.join():
         train(ddp, 2 + dist.get_rank())
@@ -97,11 +89,8 @@ def uneven_inputs() -> None:
     assert torch.equal(gradients, first)
 
 
-def test_join_and_no_sync(pool: Pool) -> None:
-    pool.run(uneven_inputs)
-
-
-def embeddings() -> None:
+@on_ranks
+def test_sparse_embeddings_train_under_ddp() -> None:
     torch.manual_seed(1)
     sparse = nn.Embedding(50, 6, sparse=True)
     dense = nn.Embedding.from_pretrained(sparse.weight.detach().clone(), freeze=False)
@@ -117,11 +106,8 @@ def embeddings() -> None:
     assert torch.allclose(sparse.weight, dense.weight, atol=1e-6)
 
 
-def test_sparse_embeddings_train_under_ddp(pool: Pool) -> None:
-    pool.run(embeddings)
-
-
-def in_detail() -> None:
+@on_ranks
+def test_torchs_detailed_checks() -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL, from 2.14 on torch checks each call over gloo first."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -138,21 +124,15 @@ def in_detail() -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_torchs_detailed_checks(pool: Pool) -> None:
-    pool.run(in_detail)
-
-
-def compiled() -> None:
+@on_ranks
+def test_compiled_ddp() -> None:
     ddp = DistributedDataParallel(model())
     train(torch.compile(ddp, backend="aot_eager"))
     assert torch.allclose(agreed(ddp), averaged(), atol=1e-5)
 
 
-def test_compiled_ddp(pool: Pool) -> None:
-    pool.run(compiled)
-
-
-def zero() -> None:
+@on_ranks
+def test_zero_redundancy_optimizer() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that it is deprecated
 
     plain, sharded = DistributedDataParallel(model()), DistributedDataParallel(model())
@@ -162,7 +142,3 @@ def zero() -> None:
         optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.SGD, lr=0.1, momentum=0.9),
     )
     assert torch.equal(agreed(plain), agreed(sharded))
-
-
-def test_zero_redundancy_optimizer(pool: Pool) -> None:
-    pool.run(zero)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch_pool import Pool
+from torch_pool import on_ranks
 
 LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conjugated": torch.conj,
@@ -65,15 +65,12 @@ def result(name: str, kind: str, of_out: bool, of_x: bool) -> torch.Tensor:
     return out
 
 
-def as_of_copies(kind: str) -> None:
+@pytest.mark.parametrize("kind", LAZY)
+@on_ranks
+def test_calls_on_a_view_do_what_they_do_on_a_copy(kind: str) -> None:
     for name in CALLS:
         wanted = result(name, kind, False, False)
         for views in (True, False), (False, True):
             found = result(name, kind, *views)
             assert name == "reduce" or torch.equal(found, wanted), (name, views)
             assert dist.get_rank() or torch.equal(found, wanted), (name, views)
-
-
-@pytest.mark.parametrize("kind", LAZY)
-def test_calls_on_a_view_do_what_they_do_on_a_copy(pool: Pool, kind: str) -> None:
-    pool.run(as_of_copies, kind)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from ranks import LIMIT
-from torch_pool import Pool
+from torch_pool import on_ranks
 
 SOON = timedelta(seconds=0.05)
 
@@ -24,7 +24,8 @@ def begun(group: Any, x: torch.Tensor) -> Any:
     return dist.all_reduce(x, group=group, async_op=True)
 
 
-def polled() -> None:
+@on_ranks
+def test_an_operation_is_complete_once_all_ranks_have_come() -> None:
     """The last rank comes only when all others have found the operation unfinished."""
     group, x = dist.new_group(), torch.ones(1000)[::2]
     work = None if is_last() else begun(group, x)
@@ -42,11 +43,8 @@ def polled() -> None:
     assert work.result()[0].tolist() == [dist.get_world_size()] * 500
 
 
-def test_an_operation_is_complete_once_all_ranks_have_come(pool: Pool) -> None:
-    pool.run(polled)
-
-
-def waited() -> None:
+@on_ranks
+def test_who_waits_in_vain_may_wait_again() -> None:
     group, x = dist.new_group(timeout=timedelta(seconds=LIMIT)), torch.ones(3)
     work = None if is_last() else begun(group, x)
     if work is not None:
@@ -58,10 +56,6 @@ def waited() -> None:
     work = work or begun(group, x)
     work.wait(timedelta(seconds=LIMIT))
     assert x.tolist() == [dist.get_world_size()] * 3
-
-
-def test_who_waits_in_vain_may_wait_again(pool: Pool) -> None:
-    pool.run(waited)
 
 
 def failed() -> None:

@@ -18,7 +18,7 @@ from sharded_training import agree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
-from torch_pool import Pool
+from torch_pool import on_ranks
 from torch_versions import endpoint_of, has_fsdp_hooks
 
 CODECS = {"bf16": 2**-8, "fp16": 2**-10, "int8": 1 / 127, "int8:block=64": 1 / 127}
@@ -46,7 +46,8 @@ def sent(group: Any, call: Callable[[Any], object]) -> int:
     return int(communicator.traffic.bytes_sent - before)
 
 
-def rounds() -> None:
+@on_ranks
+def test_floats_are_rounded_alike_on_all_ranks() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     for codec, step in CODECS.items():
         group = group_of(codec)
@@ -82,11 +83,8 @@ def rounds() -> None:
         dist.destroy_process_group(group)
 
 
-def test_floats_are_rounded_alike_on_all_ranks(pool: Pool) -> None:
-    pool.run(rounds)
-
-
-def uneven() -> None:
+@on_ranks
+def test_uneven_strided_and_coalesced_tensors() -> None:
     rank, size, group = dist.get_rank(), dist.get_world_size(), group_of("int8")
     sizes = [10 if each == 1 else 1024 + 24 * each for each in range(size)]
     parts = [torch.empty(n) for n in sizes]
@@ -109,11 +107,8 @@ def uneven() -> None:
     dist.destroy_process_group(group)
 
 
-def test_uneven_strided_and_coalesced_tensors(pool: Pool) -> None:
-    pool.run(uneven)
-
-
-def leaves() -> None:
+@on_ranks
+def test_other_types_and_operations_are_exact() -> None:
     rank, size, group = dist.get_rank(), dist.get_world_size(), group_of("int8")
     everything = range(size)
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.float64):
@@ -137,11 +132,8 @@ def leaves() -> None:
     dist.destroy_process_group(group)
 
 
-def test_other_types_and_operations_are_exact(pool: Pool) -> None:
-    pool.run(leaves)
-
-
-def messages() -> None:
+@on_ranks
+def test_messages() -> None:
     rank, size, group = dist.get_rank(), dist.get_world_size(), group_of("bf16")
     to, source = (rank + 1) % size, (rank - 1) % size
     for dtype in FLOATS:
@@ -168,11 +160,8 @@ def messages() -> None:
     dist.destroy_process_group(group)
 
 
-def test_messages(pool: Pool) -> None:
-    pool.run(messages)
-
-
-def shrinks() -> None:
+@on_ranks
+def test_bytes_fall() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     n = 65536
     plain, ratios = dist.new_group(), {"bf16": 2.0, "int8": 3.9}
@@ -186,10 +175,6 @@ def shrinks() -> None:
         for call in calls:
             assert sent(plain, call) / sent(group, call) > 0.95 * ratio
         dist.destroy_process_group(group)
-
-
-def test_bytes_fall(pool: Pool) -> None:
-    pool.run(shrinks)
 
 
 def tensor_parallel_loss(codec: str) -> tuple[float, bool]:
@@ -228,18 +213,15 @@ def tensor_parallel_loss(codec: str) -> tuple[float, bool]:
     return float(loss), same
 
 
-def trains() -> None:
+@has_fsdp_hooks  # and no backend_override=
+@on_ranks
+def test_tensor_parallelism_trains() -> None:
     dense, _ = tensor_parallel_loss("none")
     for codec in ("bf16", "int8"):
         loss, same = tensor_parallel_loss(codec)
         assert same
         assert loss != dense
         assert loss < 1.2 * dense + 1e-3, codec
-
-
-@has_fsdp_hooks  # and no backend_override=
-def test_tensor_parallelism_trains(pool: Pool) -> None:
-    pool.run(trains)
 
 
 def pipeline_loss(codec: str) -> list[float]:
@@ -266,7 +248,8 @@ def pipeline_loss(codec: str) -> list[float]:
     return found
 
 
-def pipelines() -> None:
+@on_ranks
+def test_pipelines_train() -> None:
     dense = pipeline_loss("none")
     for codec in ("bf16", "int8"):
         losses = pipeline_loss(codec)
@@ -274,10 +257,6 @@ def pipelines() -> None:
             assert losses[-1] < losses[0]
             assert losses != dense
             assert losses[-1] < 1.05 * dense[-1]
-
-
-def test_pipelines_train(pool: Pool) -> None:
-    pool.run(pipelines)
 
 
 def test_options_refuse_codecs_that_need_error_feedback() -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from torch_pool import Pool
+from torch_pool import Pool, on_ranks
 from torch_versions import has_fsdp_hooks
 
 pytestmark = has_fsdp_hooks
@@ -48,7 +48,8 @@ def alone(steps: range) -> list[torch.Tensor]:
     return list(module.parameters())
 
 
-def without_codecs() -> None:
+@on_ranks
+def test_without_codecs_it_is_torchs_training() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "none")
         train(module, range(4))
@@ -57,10 +58,6 @@ def without_codecs() -> None:
         assert state.steps == 4
         assert state.feedback is None
         state.close()
-
-
-def test_without_codecs_it_is_torchs_training(pool: Pool) -> None:
-    pool.run(without_codecs)
 
 
 def choose(link: str | None) -> list[tuple[str, str]]:
@@ -83,17 +80,15 @@ def test_auto_follows_the_links(link: str | None, codec: str) -> None:
         assert all(f"codec='auto' chose {codec}" in why for _, why in found)
 
 
-def disagree() -> None:
+@on_ranks
+def test_auto_on_one_rank_alone_is_refused_on_all() -> None:
     for mesh in meshes().values():
         with pytest.raises(gradwire.InvalidArgument, match="a different codec="):
             registered(mesh, "int8" if dist.get_rank() else "auto")
 
 
-def test_auto_on_one_rank_alone_is_refused_on_all(pool: Pool) -> None:
-    pool.run(disagree)
-
-
-def begins_later() -> None:
+@on_ranks
+def test_biased_codecs_begin_after_a_warm_up_as_under_ddp() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit", warm_up=2)
         by_hand = Stages((0, "int8"), (2, "onebit"))
@@ -112,11 +107,8 @@ def begins_later() -> None:
         its.close()
 
 
-def test_biased_codecs_begin_after_a_warm_up_as_under_ddp(pool: Pool) -> None:
-    pool.run(begins_later)
-
-
-def conserves() -> None:
+@on_ranks
+def test_nothing_is_lost_and_replicas_agree() -> None:
     for name, mesh in meshes().items():
         codecs = (*LOSSY, "lowrank:rank=2") if name == "replicas" else LOSSY
         for codec in codecs:
@@ -136,11 +128,8 @@ def conserves() -> None:
             state.close()
 
 
-def test_nothing_is_lost_and_replicas_agree(pool: Pool) -> None:
-    pool.run(conserves)
-
-
-def beside_tensor_parallelism() -> None:
+@on_ranks
+def test_beside_tensor_parallelism() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -166,10 +155,6 @@ def beside_tensor_parallelism() -> None:
     state.close()
 
 
-def test_beside_tensor_parallelism(pool: Pool) -> None:
-    pool.run(beside_tensor_parallelism)
-
-
 class Recomputed(nn.Module):
     """Forgets its activations, and computes them again in backward."""
 
@@ -185,7 +170,8 @@ class Recomputed(nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
-def recomputed_or_compiled() -> None:
+@on_ranks
+def test_recomputed_and_compiled_models() -> None:
     for mesh in meshes().values():
         for make in (Recomputed, layers):
             module = sharded(mesh, make)
@@ -199,10 +185,6 @@ def recomputed_or_compiled() -> None:
             assert state.steps == 3
             assert books.error(state) < 1e-5
             state.close()
-
-
-def test_recomputed_and_compiled_models(pool: Pool) -> None:
-    pool.run(recomputed_or_compiled)
 
 
 class Nested(nn.Module):
@@ -234,7 +216,8 @@ def test_steps_whose_end_is_not_known_are_refused(pool: Pool) -> None:
     pool.close()  # a hook that raises ends the groups of its job
 
 
-def conserves_by_rules() -> None:
+@on_ranks
+def test_rules_stages_and_small_parameters() -> None:
     for mesh in meshes().values():
         rules = [("2.*", "none"), ("*.bias", "topk:density=0.2")]
         stages = Stages((0, "int8"), (2, "onebit"))
@@ -245,10 +228,6 @@ def conserves_by_rules() -> None:
         found = state.stats().codecs
         assert {"none", "onebit", "topk"} == {each.partition(":")[0] for each in found}
         state.close()
-
-
-def test_rules_stages_and_small_parameters(pool: Pool) -> None:
-    pool.run(conserves_by_rules)
 
 
 def wide() -> nn.Sequential:
@@ -269,7 +248,8 @@ def sent(codec: str, gather_codec: str | None, mesh: Any) -> tuple[float, int]:
     return ratio, total
 
 
-def bytes_fall() -> None:
+@on_ranks
+def test_bytes_fall() -> None:
     found = meshes()
     dense = {name: sent("none", None, mesh) for name, mesh in found.items()}
     for name, mesh in found.items():
@@ -284,11 +264,8 @@ def bytes_fall() -> None:
         assert gathered < dense["sharded"][1] / 1.6
 
 
-def test_bytes_fall(pool: Pool) -> None:
-    pool.run(bytes_fall)
-
-
-def trains() -> None:
+@on_ranks
+def test_training_reaches_the_loss_of_dense_gradients() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "none")
         first = train(module, range(1), lr=0)
@@ -301,10 +278,6 @@ def trains() -> None:
             loss = train(module, range(40), lr=0.05)
             assert loss < bound * dense, f"{codec}: {loss}, dense {dense}"
             state.close()
-
-
-def test_training_reaches_the_loss_of_dense_gradients(pool: Pool) -> None:
-    pool.run(trains)
 
 
 def gathered(module: Any) -> list[torch.Tensor]:
@@ -336,7 +309,8 @@ def test_without_its_codec_parameters_are_gathered_exactly(pool: Pool) -> None:
     pool.run(gathers_exactly)
 
 
-def gathers() -> None:
+@on_ranks
+def test_gathered_parameters_agree_and_masters_stay() -> None:
     for name, mesh in meshes().items():
         for codec, step in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
             module, state = registered(mesh, "none", gather_codec=codec)
@@ -353,11 +327,8 @@ def gathers() -> None:
             state.close()
 
 
-def test_gathered_parameters_agree_and_masters_stay(pool: Pool) -> None:
-    pool.run(gathers)
-
-
-def in_16_bits() -> None:
+@on_ranks
+def test_mixed_precision() -> None:
     for mesh in meshes().values():
         for reduce_dtype in (torch.float32, torch.bfloat16, torch.float16):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -373,10 +344,6 @@ def in_16_bits() -> None:
                     assert state.feedback.keys()
                 state.close()
             assert losses[1] < 1.15 * losses[0], reduce_dtype
-
-
-def test_mixed_precision(pool: Pool) -> None:
-    pool.run(in_16_bits)
 
 
 def over_gloo() -> list[float]:

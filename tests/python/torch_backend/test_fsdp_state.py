@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch_pool import Pool
+from torch_pool import Pool, on_ranks
 from torch_versions import has_fsdp_hooks
 
 pytestmark = has_fsdp_hooks
@@ -56,7 +56,8 @@ def file_of(state: FSDPState) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def resumed() -> None:
+@on_ranks
+def test_resumed_training_equals_uninterrupted() -> None:
     for mesh, codec, dtype in product(meshes().values(), CODECS, ("float32", "bfloat16")):
         if dtype == "float32" or codec == "onebit":
             whole, state = registered(mesh, codec, feedback=gradwire.ErrorFeedback(dtype))
@@ -73,10 +74,6 @@ def resumed() -> None:
             for one, other in zip(shards(whole), shards(again), strict=True):
                 assert torch.equal(one, other), codec
             its.close()
-
-
-def test_resumed_training_equals_uninterrupted(pool: Pool) -> None:
-    pool.run(resumed)
 
 
 def in_torchs_checkpoint(folder: str) -> None:
@@ -152,7 +149,12 @@ def test_residuals_go_to_another_number_of_ranks() -> None:
     torch_ranks.run(4, resized, backend="gradwire")
 
 
-def alone() -> None:
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [each.grad.to_local() for each in module.parameters()]
+
+
+@on_ranks
+def test_what_more_ranks_kept_is_delivered_by_one() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     mesh = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
     module, state = registered(mesh, "onebit")
@@ -171,15 +173,8 @@ def alone() -> None:
     state.close()
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [each.grad.to_local() for each in module.parameters()]
-
-
-def test_what_more_ranks_kept_is_delivered_by_one(pool: Pool) -> None:
-    pool.run(alone)
-
-
-def not_finite() -> None:
+@on_ranks
+def test_inf_on_one_rank_leaves_the_residuals_of_all() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit", rules=[("2.*", "none")], feedback=True)
         train(module, range(2))
@@ -196,11 +191,8 @@ def not_finite() -> None:
         state.close()
 
 
-def test_inf_on_one_rank_leaves_the_residuals_of_all(pool: Pool) -> None:
-    pool.run(not_finite)
-
-
-def scaled() -> None:
+@on_ranks
+def test_residuals_follow_the_loss_scale_and_the_rate() -> None:
     """With residuals that follow the loss scale, scaled gradients sum up to unscaled ones."""
     for mesh in meshes().values():
         runs = []
@@ -228,11 +220,8 @@ def scaled() -> None:
             assert torch.equal(one, other)
 
 
-def test_residuals_follow_the_loss_scale_and_the_rate(pool: Pool) -> None:
-    pool.run(scaled)
-
-
-def accumulated() -> None:
+@on_ranks
+def test_gradient_accumulation() -> None:
     for name, mesh in meshes().items():
         module, state = registered(mesh, "onebit", feedback=True)
         books = Books(module)
@@ -261,11 +250,8 @@ def accumulated() -> None:
             assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_gradient_accumulation(pool: Pool) -> None:
-    pool.run(accumulated)
-
-
-def divided() -> None:
+@on_ranks
+def test_divide_factors() -> None:
     size = dist.get_world_size()
     for mesh in meshes().values():
         grads = []
@@ -282,10 +268,6 @@ def divided() -> None:
             assert torch.allclose(one, 2 * other, atol=1e-7)
 
 
-def test_divide_factors(pool: Pool) -> None:
-    pool.run(divided)
-
-
 class Branches(nn.Module):
     """Uses one of its two branches."""
 
@@ -298,7 +280,8 @@ class Branches(nn.Module):
         return self.used(x)
 
 
-def unused() -> None:
+@on_ranks
+def test_unused_and_frozen_parameters() -> None:
     module = fully_shard(Branches(), mesh=own_mesh())
     state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
     with pytest.raises(gradwire.Error, match="set_reduce_scatter_unused_params"):
@@ -322,11 +305,8 @@ def unused() -> None:
     state.close()
 
 
-def test_unused_and_frozen_parameters(pool: Pool) -> None:
-    pool.run(unused)
-
-
-def paused() -> None:
+@on_ranks
+def test_a_paused_backward_keeps_nothing() -> None:
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit")
         backward(module, 0)
@@ -340,11 +320,8 @@ def paused() -> None:
         state.close()
 
 
-def test_a_paused_backward_keeps_nothing(pool: Pool) -> None:
-    pool.run(paused)
-
-
-def registered_again() -> None:
+@on_ranks
+def test_registered_again() -> None:
     """Residuals go on in the next registration, or begin anew; a closed state raises."""
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit")
@@ -369,10 +346,6 @@ def registered_again() -> None:
         backward(module, 0)
 
 
-def test_registered_again(pool: Pool) -> None:
-    pool.run(registered_again)
-
-
 def two_groups(mesh: DeviceMesh, other: DeviceMesh) -> Any:
     """A function that places weights on one mesh and biases on another."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -387,7 +360,8 @@ def two_groups(mesh: DeviceMesh, other: DeviceMesh) -> Any:
     return place
 
 
-def refused() -> None:
+@on_ranks
+def test_refusals_say_what_to_do() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     mesh, other = own_mesh(), own_mesh()
@@ -439,11 +413,8 @@ def refused() -> None:
     state.close()
 
 
-def test_refusals_say_what_to_do(pool: Pool) -> None:
-    pool.run(refused)
-
-
-def adaptive() -> None:
+@on_ranks
+def test_a_biased_codec_before_an_adaptive_optimizer_is_warned_of() -> None:
     module, state = registered(own_mesh(), "onebit")
     logged = torch_ranks.logged()
     optimizer = torch.optim.AdamW(module.parameters())
@@ -453,7 +424,3 @@ def adaptive() -> None:
     state.close()
     assert len(logged) == (dist.get_rank() == 0)
     assert all("AdamW after the codec onebit" in each for each in logged)
-
-
-def test_a_biased_codec_before_an_adaptive_optimizer_is_warned_of(pool: Pool) -> None:
-    pool.run(adaptive)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, relu
-from torch_pool import Pool
+from torch_pool import Pool, on_ranks
 from torch_versions import has_fsdp_hooks
 
 STEPS, BATCH, CLASSES = 3, 4, 8
@@ -97,19 +97,17 @@ def assert_as_alone(model: nn.Module) -> None:
         assert worst < CLOSE, (name, worst)
 
 
-def as_in_one_process(data: str) -> None:
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+@on_ranks
+def test_a_plan_trains_as_one_process(data: str) -> None:
     # Another seed on each rank: all begin with rank 0's weights.
     model = gradwire.torch.parallelize(net(3 + dist.get_rank()), PLAN, data=data)
     train(model)
     assert_as_alone(model)
 
 
-@pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_a_plan_trains_as_one_process(pool: Pool, data: str) -> None:
-    pool.run(as_in_one_process, data)
-
-
-def accumulated() -> None:
+@on_ranks
+def test_gradients_accumulate_as_averages() -> None:
     """Gradients of two steps, of a model of which a part is sharded before and another frozen."""
     from torch.distributed.fsdp import fully_shard
 
@@ -130,10 +128,6 @@ def accumulated() -> None:
             assert torch.allclose(whole(ours.grad), theirs.grad, atol=CLOSE)
 
 
-def test_gradients_accumulate_as_averages(pool: Pool) -> None:
-    pool.run(accumulated)
-
-
 class InPlace(nn.Module):
     """Changes the outputs of its layers in place, without a module that says so."""
 
@@ -147,7 +141,8 @@ class InPlace(nn.Module):
         return self.last(relu(x, inplace=True))
 
 
-def frozen_in_part() -> None:
+@on_ranks
+def test_frozen_layers_begin_alike_and_can_be_thawed() -> None:
     """A frozen layer begins as rank 0's too, and a split one that is thawed has averages."""
     size, rank = dist.get_world_size(), dist.get_rank()
     for split in ("first", "last"):
@@ -168,11 +163,8 @@ def frozen_in_part() -> None:
             assert torch.allclose(whole(ours.grad), theirs.grad, rtol=1e-4)
 
 
-def test_frozen_layers_begin_alike_and_can_be_thawed(pool: Pool) -> None:
-    pool.run(frozen_in_part)
-
-
-def layouts() -> None:
+@on_ranks
+def test_neighbours_in_a_sequence_keep_activations_split() -> None:
     from torch.distributed.tensor import Shard
 
     linear = gradwire.torch.parallelize(net(), PLAN).module.classifier
@@ -184,10 +176,6 @@ def layouts() -> None:
     assert type(linear[4].weight) is nn.Parameter
 
 
-def test_neighbours_in_a_sequence_keep_activations_split(pool: Pool) -> None:
-    pool.run(layouts)
-
-
 def sent_by(model: nn.Module, other: Callable[[], int] = lambda: 0) -> float:
     """Bytes of this rank in one training step, the second: the first also makes agreements."""
     train(model, 1)
@@ -197,7 +185,8 @@ def sent_by(model: nn.Module, other: Callable[[], int] = lambda: 0) -> float:
     return gradwire.torch.traffic().bytes_sent + other() - before
 
 
-def volumes() -> None:
+@on_ranks
+def test_bytes_are_those_of_the_formula() -> None:
     size, width = dist.get_world_size(), 512
     factor = 2 * (size - 1) / size * 4
     weights = sum(each.numel() for each in net(width=width).parameters())
@@ -212,11 +201,8 @@ def volumes() -> None:
         assert hybrid < dense / 10
 
 
-def test_bytes_are_those_of_the_formula(pool: Pool) -> None:
-    pool.run(volumes)
-
-
-def compressed() -> None:
+@on_ranks
+def test_the_hook_compresses_what_is_data_parallel() -> None:
     model = gradwire.torch.parallelize(net(), PLAN)
     state = gradwire.torch.register(model, "int8")
     train(model)
@@ -227,11 +213,9 @@ def compressed() -> None:
     state.close()
 
 
-def test_the_hook_compresses_what_is_data_parallel(pool: Pool) -> None:
-    pool.run(compressed)
-
-
-def compressed_shards() -> None:
+@has_fsdp_hooks
+@on_ranks
+def test_fsdps_hooks_compress_what_is_data_parallel() -> None:
     model = gradwire.torch.parallelize(net(), PLAN, data="fsdp")
     state = gradwire.torch.register_fsdp(model, "int8")
     train(model)
@@ -239,11 +223,6 @@ def compressed_shards() -> None:
         assert torch.allclose(whole(ours), theirs, atol=0.01)
     assert state.stats().codecs["int8"].parameters == 4
     state.close()
-
-
-@has_fsdp_hooks
-def test_fsdps_hooks_compress_what_is_data_parallel(pool: Pool) -> None:
-    pool.run(compressed_shards)
 
 
 class Attention(nn.Module):
@@ -303,7 +282,8 @@ BAD: list[tuple[Callable[[], nn.Module], Any, str]] = [
 ]
 
 
-def refused() -> None:
+@on_ranks
+def test_plans_that_cannot_be_applied_are_refused_on_all_ranks() -> None:
     for make, plan, message in BAD:
         with pytest.raises(gradwire.InvalidArgument, match=message):
             gradwire.torch.parallelize(make(), plan)
@@ -317,10 +297,6 @@ def refused() -> None:
         gradwire.torch.parallelize(net(), plan)
     with pytest.raises(gradwire.InvalidArgument, match=r"failed on rank 1|'x'"):
         gradwire.torch.parallelize(net(), {"x": "model"} if dist.get_rank() == 1 else PLAN)
-
-
-def test_plans_that_cannot_be_applied_are_refused_on_all_ranks(pool: Pool) -> None:
-    pool.run(refused)
 
 
 def uneven() -> None:
@@ -356,7 +332,8 @@ def test_a_proposal_splits_large_linear_layers() -> None:
         gradwire.torch.hybrid_plan(net(), 0)
 
 
-def counted() -> None:
+@on_ranks
+def test_traffic_is_counted_by_group() -> None:
     group = dist.new_group()
     before = gradwire.torch.traffic(group)
     assert before.bytes_sent == 0
@@ -370,10 +347,6 @@ def counted() -> None:
     if dist.get_rank():
         with pytest.raises(gradwire.InvalidArgument, match="that this rank is in"):
             gradwire.torch.traffic(others)
-
-
-def test_traffic_is_counted_by_group(pool: Pool) -> None:
-    pool.run(counted)
 
 
 def test_without_a_group_it_says_what_to_call() -> None:
@@ -399,7 +372,8 @@ def test_checkpoints_fit_other_plans(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_and_loaded, str(tmp_path))
 
 
-def stepped_in_two_groups() -> None:
+@on_ranks
+def test_fused_optimizers_take_two_groups() -> None:
     model = gradwire.torch.parallelize(net(), PLAN)
     split = [each for each in model.parameters() if hasattr(each, "full_tensor")]
     others = [each for each in model.parameters() if not hasattr(each, "full_tensor")]
@@ -414,16 +388,9 @@ def stepped_in_two_groups() -> None:
     assert loss < first
 
 
-def test_fused_optimizers_take_two_groups(pool: Pool) -> None:
-    pool.run(stepped_in_two_groups)
-
-
-def through_the_compiler() -> None:
+@pytest.mark.nightly
+@on_ranks
+def test_compiled() -> None:
     model = torch.compile(gradwire.torch.parallelize(net(), PLAN), backend="aot_eager")
     train(model)
     assert_as_alone(model._orig_mod)
-
-
-@pytest.mark.nightly
-def test_compiled(pool: Pool) -> None:
-    pool.run(through_the_compiler)
