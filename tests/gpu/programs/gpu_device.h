@@ -1,4 +1,4 @@
-// Arrays in a device's memory, and rows of what was found, for the programs of this folder and of bench/cuda.
+// Arrays in a device's memory, and rows of what was found, for these programs and bench/cuda's.
 #pragma once
 
 #include <algorithm>
