@@ -248,7 +248,7 @@ def test_other_settings_are_refused() -> None:
         ({"min_ranks": 0}, "min_ranks=0"),
         ({"wait": -1}, "wait=-1"),
         ({"carry": [3]}, "carry= has a int"),
-        ({"compression": "auto"}, "chooses a codec"),
+        ({"compression": "auto"}, "choose a codec"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], text: str) -> None:

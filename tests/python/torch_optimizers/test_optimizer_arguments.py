@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
             {"compression": Compression("onebit", warm_up=9)},
             "warm_up=9 of a Compression",
         ),
-        (DistributedLion, {"codec": "auto"}, "only gradwire.torch.register() chooses"),
+        (DistributedLion, {"codec": "auto"}, "register() and register_fsdp() choose"),
         (DistributedLion, {"over": None, "timeout": 0}, "timeout=0 is not a positive number"),
     ],
 )
