@@ -47,7 +47,7 @@ def _divided(row: str) -> list[str]:
 
 
 def shown(value: float | None, form: str) -> str:
-    """As in `shown(2.5, "{:.1f}×")`; – for None."""
+    """A value in a form such as "{:.1f}×"; – for None."""
     return "–" if value is None else form.format(value)
 
 
@@ -65,13 +65,13 @@ def spread(values: Sequence[float | None], digits: int, *, sign: bool = False) -
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None of none."""
+    """The mean of the values that are known; None where none is."""
     known = [each for each in values if each is not None]
     return statistics.fmean(known) if known else None
 
 
 def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """None if one of them is, or there are none."""
+    """The mean of the values; None if one of them is None, or there are none."""
     return None if None in values else mean(values)
 
 
@@ -99,7 +99,7 @@ def yes(true: bool) -> str:
 
 
 def reached(true: bool) -> str:
-    """The same in a sentence."""
+    """Whether a goal was reached, in a sentence."""
     return "reached" if true else "missed"
 
 

@@ -1,4 +1,9 @@
-"""Regrouping: how a communicator's ranks change, by `shrink`, `resize` and late joins."""
+"""How a communicator's ranks change: its methods `shrink`, `resize` and `accept_joins`.
+
+`shrink` makes a communicator of the survivors after a failure, and needs no majority. `resize`
+makes one of survivors and joiners, also where nothing has failed, and needs a majority or
+`min_ranks`. `accept_joins` changes no ranks: it lets rank 0 listen for those who ask to join.
+"""
 
 from __future__ import annotations
 

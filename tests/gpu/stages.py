@@ -85,7 +85,7 @@ def status(ended: Sequence[Ended]) -> int:
 
 
 class Deadline:
-    """Of all stages."""
+    """The deadline of all stages together."""
 
     def __init__(self, seconds: float) -> None:
         self._end = monotonic() + seconds

@@ -10,10 +10,11 @@ from gradwire._errors import Error
 
 
 class AuthenticatingThread(threading.Thread):
-    """A daemon thread that uses libcrypto, and frees what that holds for it before it ends.
+    """A thread that uses libcrypto.
 
-    Else libcrypto does so behind Python's back, when the thread has let go of the interpreter's
-    lock: a child forked then finds a lock of libcrypto held for ever.
+    Before it ends it frees the memory that libcrypto keeps for it, while it holds the GIL.
+    Otherwise libcrypto would free it after the GIL is released, and a process that is forked
+    meanwhile would inherit a lock of libcrypto that stays held.
     """
 
     def run(self) -> None:

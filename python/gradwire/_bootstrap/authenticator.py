@@ -99,9 +99,10 @@ class Authenticator:
     At a Unix socket it refuses processes of other users before these say a word.
 
     Where a `request` must follow the handshake, a client that does not make it is refused alike.
-    At most 64 connections are pending, each for at most 5 s. A new one replaces the oldest of the
-    address that has most, so that a crowd of strangers evicts its own. The same happens when the
-    process has no descriptor left; when that frees none, the listener pauses for 0.1 s.
+    At most 64 connections are pending, each for at most 5 s, and 5 s more for the request. A new
+    one replaces the oldest of the address that has most, so that a crowd of strangers evicts its
+    own. The same happens when the process has no descriptor left; when that frees none, the
+    listener pauses for 0.1 s.
     """
 
     def __init__(

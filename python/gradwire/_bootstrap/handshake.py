@@ -41,7 +41,7 @@ from gradwire._host.interfaces import Target
 from gradwire._host.sealed_socket import SealedSocket
 from gradwire._host.user_namespace import stands_for_all_unmapped
 
-LIMIT_SECONDS = 5.0
+LIMIT_SECONDS = 5.0  # for a handshake, and as long again for a request that must follow
 
 _MAGIC = b"GWJ1"
 _VERSION = 2

@@ -4,7 +4,8 @@ A signed entry in a store says where. The store is the launcher's, which lives a
 where there is none, it is one that this rank serves, at the address that rank 0 served the
 rendezvous at. Who connects proves that it knows the job's secret, as everywhere, and sends
 `JOIN_REQUEST`; then the listener asks the communicator for a resize, and keeps the socket until the
-leader of a resize takes it. Before the request it stops nobody's steps.
+leader of a resize takes it. Until it has asked, a joiner stops nobody's
+steps.
 
 A thread waits for joiners, and writes the entry: at first, when it changes, and again every ten
 seconds. The program's threads do nothing for it, and wait for no store. When the job has come to
@@ -125,7 +126,9 @@ class Joiner(NamedTuple):
 
 
 class JoinListener:
-    """The join listener of one communicator after the other, on its lowest rank.
+    """Listens on rank 0 for processes that ask to join, in a thread of its own.
+
+    `resize` hands it on from one communicator to the next.
 
     `trouble` says why nobody can find it; empty if it can be found.
     """
@@ -140,7 +143,7 @@ class JoinListener:
         self._backoff = Backoff()
         self._wants_resize = False  # as soon as it may
         self._server: StoreServer | None = None
-        self._renew = Deadline(0.0)  # at which the entry is to be written; passed: it is not
+        self._renew = Deadline(0.0)  # when it passes, the thread writes the entry
         self._closing = self._over = False
         self._is_first = mesh.membership.epoch == 0  # no entry of others can be later
         self.trouble = ""

@@ -214,25 +214,27 @@ def await_rank(
     launch: LaunchInfo,
     deadline: Deadline,
     get: Callable[[float], bytes],
-    missing: Callable[[], Sequence[int]] = tuple,
+    find_missing: Callable[[], Sequence[int]] = tuple,
 ) -> bytes:
     """The bytes that a rank publishes.
 
     `get` waits for them for some seconds, and raises TimeoutError. At the deadline raises
-    RendezvousError, which names the ranks that are `missing` then.
+    RendezvousError, which names the ranks that `find_missing` finds then.
     """
     warning = deadline.within(WARN_SECONDS)
     while True:
         with contextlib.suppress(TimeoutError):
             return get(min(_POLL_SECONDS, warning.remaining))
         if deadline.passed:
-            raise _missing(missing() or [peer], launch, deadline)
+            raise _did_not_appear(find_missing() or [peer], launch, deadline)
         if warning.passed:
             _log.warning("still waiting for rank %d of %d to appear", peer, launch.size)
             warning = deadline
 
 
-def _missing(ranks: Sequence[int], launch: LaunchInfo, deadline: Deadline) -> RendezvousError:
+def _did_not_appear(
+    ranks: Sequence[int], launch: LaunchInfo, deadline: Deadline
+) -> RendezvousError:
     return RendezvousError(
         f"timed out: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of "
         f"{launch.size} did not appear within {deadline.seconds:g} s; look at their output for "

@@ -116,7 +116,7 @@ TEST_P(ServeConformance, AStoppedClientHoldsNobodyUp) {
   EXPECT_EQ(a->versions()[0], 20U);
 }
 
-TEST_P(ServeConformance, AClientsDeathEndsItsChannelsAlone) {
+TEST_P(ServeConformance, AClientThatLeavesEndsItsChannelsAlone) {
   const auto a = job_.connect(table_, 0);
   auto b = job_.connect(table_, 1);
   start(2, *a, random_of(table_, 1));

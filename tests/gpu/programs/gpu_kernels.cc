@@ -32,7 +32,7 @@ void guarded(const std::string& group, const std::string& which,
   }
 }
 
-// Its functions are all that follows `describe`.
+// The functions of the table are all its members from `describe` on.
 void check_table(const Device& on) {
   guarded("table of functions", "all", [&](Row& row) {
     const auto* const first = reinterpret_cast<void (*const*)()>(&on.api.describe);

@@ -17,7 +17,9 @@ from gradwire.torch._ranks.group import communicator_of, communicator_over
 class Ranks:
     """The ranks that train together, and how long one of them waits for another.
 
-    Every trainer takes one, or the communicator or process group alone::
+    `register`, `register_fsdp`, `elastic.session`, `DiLoCo` and the optimizers take one as
+    `ranks=`, or the communicator or process group alone (`Downpour` and `Sandblaster` talk to
+    servers)::
 
         register(ddp, "int8", ranks=Ranks(timeout=60))
         OneBitAdam(model.named_parameters(), warm_up=300, ranks=gradwire.init())

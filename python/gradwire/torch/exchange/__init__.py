@@ -1,1 +1,1 @@
-"""The engine of all trainers: what travels, in which codec, and whether a step counts."""
+"""The engine of trainers that average: what travels, in which codec, and whether a step counts."""

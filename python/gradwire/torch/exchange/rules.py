@@ -123,7 +123,7 @@ class Rules:
         return self._at(self._rules[-1][1], step)
 
     def codec(self, name: str, elements: int, step: int) -> CodecLike:
-        """The codec of a parameter; none in place of a biased one if the parameter is small."""
+        """The codec of a parameter; "none" takes a biased one's place if the parameter is small."""
         if name not in self._choices:
             self._choices[name] = self._find(name, elements)
         choice = self._choices[name]

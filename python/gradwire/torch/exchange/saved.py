@@ -1,4 +1,4 @@
-"""The hook's state in a checkpoint, which torch.load(weights_only=True) can read.
+"""A trainer's residuals in a checkpoint, which torch.load(weights_only=True) can read.
 
 An average over P ranks delivers 1/P of a residual. Over Q ranks its weight stays the same when the
 sum of all residuals becomes Q/P of what it was. So the old ranks and the new ranks each divide one
