@@ -100,12 +100,13 @@ def _come_again(
 ) -> None:
     from gradwire import Error
     from gradwire._bootstrap.join_listener import JOIN_REQUEST
+    from gradwire._bootstrap.survivor_links import pack_message
 
     def over() -> bool:
         period = _period(asked)
         return ends.is_set() or period < 0 or period % 2 == 0
 
-    said = JOIN_REQUEST if asked.joiner == "asked" else b""
+    said = pack_message(*JOIN_REQUEST) if asked.joiner == "asked" else b""
     while not ends.wait(0.05):  # as join() does
         if not over():
             with contextlib.suppress(Error, OSError):

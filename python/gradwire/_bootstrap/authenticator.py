@@ -66,6 +66,11 @@ class _Pending:
     received: bytes = b""
     is_welcome: bool = False  # it has proved itself, and owes its request
 
+    @property
+    def missed(self) -> str:
+        """What it had not done, where it is refused for that."""
+        return "made its request" if self.is_welcome else "proved itself"
+
 
 class RefusalLog:
     """Logs refused connections: one line per address and minute, for all listeners together."""
@@ -99,10 +104,10 @@ class Authenticator:
     At a Unix socket it refuses processes of other users before these say a word.
 
     Where a `request` must follow the handshake, a client that does not make it is refused alike.
-    At most 64 connections are pending, each for at most 5 s, and 5 s more for the request. A new
-    one replaces the oldest of the address that has most, so that a crowd of strangers evicts its
-    own. The same happens when the process has no descriptor left; when that frees none, the
-    listener pauses for 0.1 s.
+    At most 64 connections are in their handshake, each for at most 5 s, and 64 others owe their
+    request, for 5 s more. A new one replaces the oldest of the address that has most, so that a
+    crowd of strangers evicts its own. The same happens when the process has no descriptor left;
+    when that frees none, the listener pauses for 0.1 s.
     """
 
     def __init__(
@@ -148,8 +153,7 @@ class Authenticator:
             elif key.data in self._pending:  # not evicted by an accept of this very turn
                 admitted += self._advance(key.data)
         for late in [entry for entry in self._pending if entry.limit.passed]:
-            missed = "make its request" if late.is_welcome else "prove itself"
-            self._refuse(late, f"it did not {missed} within {handshake.LIMIT_SECONDS:g} s")
+            self._refuse(late, f"it had not {late.missed} within {handshake.LIMIT_SECONDS:g} s")
         return admitted
 
     def use_secret(self, secret: bytes) -> None:
@@ -186,9 +190,7 @@ class Authenticator:
         """Evicts a pending connection, or pauses the listener, which would stay readable."""
         shortage = os.strerror(error.errno or 0)
         if self._pending:
-            self._refuse(
-                self._oldest_of_busiest_address(), f"{shortage}, and it had not proved itself"
-            )
+            self._evict([each for each in self._pending if not each.is_welcome], shortage)
             return
         self.shortage = error
         self._selector.unregister(listener)
@@ -202,10 +204,7 @@ class Authenticator:
 
     def begin_handshake(self, sock: socket.socket, address: str) -> None:
         """Begins the handshake on a connected socket, which the log calls `address`."""
-        if len(self._pending) >= MAX_PENDING:
-            self._refuse(
-                self._oldest_of_busiest_address(), "it had not proved itself while others waited"
-            )
+        self._make_place(is_welcome=False)
         sock.setblocking(False)
         begun = server_handshake(
             sock, self._host, self._job, self._secret, lambda hello: self._check(hello, sock)
@@ -224,9 +223,17 @@ class Authenticator:
         self._pending.append(entry)
         return entry
 
-    def _oldest_of_busiest_address(self) -> _Pending:
-        counts = Counter(entry.address for entry in self._pending)
-        return max(self._pending, key=lambda entry: counts[entry.address])  # the first of equals
+    def _make_place(self, *, is_welcome: bool) -> None:
+        alike = [each for each in self._pending if each.is_welcome == is_welcome]
+        if len(alike) >= MAX_PENDING:
+            self._evict(alike, "others waited")
+
+    def _evict(self, entries: Sequence[_Pending], why: str) -> None:
+        """Refuses the oldest of the address that has most of these, or of all if these are none."""
+        entries = entries or self._pending
+        counts = Counter(entry.address for entry in entries)
+        oldest = max(entries, key=lambda entry: counts[entry.address])  # the first of equals
+        self._refuse(oldest, f"{why}, and it had not {oldest.missed}")
 
     def _advance(self, entry: _Pending) -> list[Admitted]:
         try:
@@ -266,6 +273,7 @@ class Authenticator:
         sock = go_on(entry.sock, proven.noise, proven.cipher, always_read=always_read)
         if not self._request:
             return [Admitted(proven.hello, sock)]
+        self._make_place(is_welcome=True)
         sock.setblocking(False)
         self._await(sock, entry.address, request_of(proven, self._request)).is_welcome = True
         return []

@@ -38,6 +38,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_calls/work.py": _CALLS,
     "_bootstrap/connect.py": ("joining/test_rendezvous.py", "joining/test_shortages.py"),
     "_bootstrap/store": ("joining/test_store.py",),
+    "_bootstrap/authenticator.py": (
+        "joining/test_handshake.py",
+        "elastic/test_silent_joiners.py",
+    ),
     "_bootstrap/join_listener.py": (
         "elastic/test_join_listener.py",
         "elastic/test_silent_joiners.py",

@@ -153,6 +153,13 @@ def test_the_report_has_tables_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert rows_with(lines, "| DistributedLion | 0.001 | 1 | not finite | diverged | diverged |")
 
 
+def test_the_report_says_whether_replicas_were_bit_identical() -> None:
+    for identical, said in ((True, "yes"), (False, "NO")):
+        found = [FOUND[0], FOUND[1]._replace(identical=identical)]
+        rows = list(optimizers_report._rows(optimizers_report.Table("lm", found)))
+        assert said in rows[-1]
+
+
 def test_the_summary_compares_with_adamw():
     rows = list(optimizers_report.summary(FOUND))
     assert rows[0] == "| | language model, % | seeds | ratio | whole run |"

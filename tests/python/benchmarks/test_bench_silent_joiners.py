@@ -26,8 +26,9 @@ def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_joiner_comes_in_every_other_period(bare_environment: None) -> None:
-    ended = run("--seconds", "1", "--pairs", "1", limit=LIMIT)
+@pytest.mark.parametrize("joiner", silent_joiners._JOINERS)
+def test_a_joiner_comes_in_every_other_period(joiner: str, bare_environment: None) -> None:
+    ended = run("--seconds", "1", "--pairs", "1", "--joiner", joiner, limit=LIMIT)
     found = re.search(r"(\d+) without a joiner, (\d+) with one, which came (\d+)", ended.stdout)
     assert found, ended.stdout + ended.stderr
     assert all(int(each) > 0 for each in found.groups())

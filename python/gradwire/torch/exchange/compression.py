@@ -28,7 +28,8 @@ class Compression:
         register(ddp, Compression("onebit", rules=[("*.bias", "none")], warm_up=2000))
 
     `codec` is as in `Communicator.all_reduce`, or a function of the step (`Stages`); `register`
-    takes "auto" too. It applies to float32, and to complex64 as pairs of float32.
+    and `register_fsdp` take "auto" too. It applies to float32, and to complex64 as pairs of
+    float32.
 
     `rules` are pairs of a pattern and a codec: a parameter whose name matches (as in fnmatch:
     ``"*.bias"``) travels with the codec of the first such rule. Parameters of fewer than

@@ -52,8 +52,9 @@ def register_fsdp(
     shards. Parameters of fewer than the Compression's `min_elements` (with replicas: shards of
     fewer) are not gathered in `gather_codec` either. A step is a backward whose gradients are
     synchronised: with `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
-    `set_requires_all_reduce(False)` between replicas. There are no `momentum` and `clip_norm` of
-    the hook's: FSDP has a whole gradient on no rank.
+    `set_requires_all_reduce(False)` between replicas. Name the codec where the model is split by
+    tensor parallelism too: "auto" is chosen by each data-parallel group for itself. There are no
+    `momentum` and `clip_norm` of the hook's: FSDP has a whole gradient on no rank.
 
     `ranks` are those of the model's mesh; a communicator or a group that is given joins those
     between which gradients travel. Raises RendezvousError, and InvalidArgument for a model that
