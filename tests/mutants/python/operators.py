@@ -64,8 +64,9 @@ def changes(source: bytes) -> list[Change]:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes whose value matters: no annotations, texts, logs."""
-    if isinstance(node, ast.JoinedStr) or _is_logging(node):
+    """The nodes whose value matters: no annotations, texts, logs, `strict=`."""
+    is_strict = isinstance(node, ast.keyword) and node.arg == "strict"
+    if is_strict or isinstance(node, ast.JoinedStr) or _is_logging(node):
         return
     yield node
     if isinstance(node, ast.Module):
