@@ -32,7 +32,7 @@ def delivered(spec: str, inputs: list[NDArray[np.float32]]) -> list[NDArray[np.f
     return [codec.decode(codec.encode(x, feedback=feedback, key="x"), x.shape) for x in inputs]
 
 
-@pytest.mark.parametrize("shape", [(12, 3, 5, 7), (12, 105), (12, 1, 105, 1)])
+@pytest.mark.parametrize("shape", [(12, 3, 5, 7), (12, 105), (12, 1, 105, 1), (1260,)])
 def test_lowrank_factors_the_first_dimension_and_all_others(shape: tuple[int, ...]) -> None:
     """So the weights of a convolution whose filters are multiples of one are kept whole."""
     x = np.outer(draw(12, seed=1), draw(105, seed=2)).reshape(shape)

@@ -119,6 +119,12 @@ def test_sockets_block_and_are_not_inherited(closing: Closing) -> None:
             assert not sock.get_inheritable()
 
 
+def test_sockets_fail_with_the_host_of_the_peer(closing: Closing) -> None:
+    for mesh in closing(meet(launches(2), transports=["tcp"])):
+        for sock in mesh.peers[1 - mesh.rank].sockets():
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_ranks_on_one_host_prefer_shared_memory(closing: Closing) -> None:
     assert_connected(closing(meet(launches(2))), "shm")
 

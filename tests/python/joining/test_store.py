@@ -145,6 +145,11 @@ def test_an_answer_that_comes_too_late_is_none_to_the_next_request(
     assert client.get("k", 0) == b"v"
 
 
+def test_what_waits_for_no_key_is_answered_within_the_margin(client: StoreClient) -> None:
+    client.set("k", b"v")
+    assert client._sock.gettimeout() <= client._margin
+
+
 def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClient) -> None:
     with pytest.raises(TimeoutError, match=r"'never' within 0\.05 s"):
         client.get("never", 0.05)
@@ -320,6 +325,26 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(
     other.close()
     client.set("k", b"v")
     assert client.get("k", 1) == b"v"
+
+
+def test_who_was_refused_gets_no_value_later() -> None:
+    """It would take it for the answer to its next request."""
+    address = Address("tcp", "127.0.0.1", 0)
+    with (
+        StoreServer(address, "job", SECRET, one_rendezvous=True) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client, other = connect(server), connect(server)
+        waiting = pool.submit(client.get, "k", LIMIT)
+        eventually(lambda: server._waiting)
+        server._authenticator.excluded = 1, "127.0.0.1"
+        other.set("next", b"")
+        with pytest.raises(RendezvousError, match="cannot admit rank 1"):
+            waiting.result()
+        other.set("k", b"late")
+        assert client.get("next", LIMIT) == b""
+        client.close()
+        other.close()
 
 
 def test_the_secret_is_needed(server: StoreServer) -> None:

@@ -206,6 +206,13 @@ def test_saved_residuals_and_steps_are_taken_up(make: Make) -> None:
     assert all((mine[key]["residual"] == theirs[key]["residual"]).all() for key in mine)
 
 
+def test_the_state_of_another_optimizer_is_refused(make: Make) -> None:
+    parameters = list(net().parameters())
+    state = torch.optim.SGD(parameters, 0.1).state_dict()
+    with pytest.raises(InvalidArgument, match="another optimizer"):
+        make(parameters, serve.SGD(lr=0.1)).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("options", "keeps"),
     [({}, False), ({"compression": "int8"}, True), ({"max_staleness": 3}, True)],
@@ -420,6 +427,27 @@ def test_what_a_loaded_state_has_not_accrued_is_forgotten(make: Make) -> None:
     assert optimizer.state_dict()["downpour"]["accrued"] is not None
     optimizer.load_state_dict(pushed)
     assert optimizer.state_dict()["downpour"]["accrued"] is None
+
+
+def test_a_default_device_changes_nothing(make: Make) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(50))
+    with torch.device("meta"):
+        optimizer = make([parameter], serve.SGD(lr=1.0))
+        parameter.grad = torch.ones(50, device="cpu")
+        optimizer.step()
+        optimizer.fetch()
+    assert torch.equal(parameter, torch.full((50,), -1.0))
+
+
+def test_memory_is_used_again_and_by_one_push_at_a_time(make: Make) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(50))
+    optimizer = make([parameter], serve.SGD(lr=1.0), n_fetch=100)
+    for _ in range(20):
+        parameter.grad = torch.ones(50)
+        optimizer.step()
+    optimizer.fetch()
+    free = [id(each) for each in optimizer._free]
+    assert 0 < len(free) == len(set(free))
 
 
 def test_layouts_stay(make: Make) -> None:

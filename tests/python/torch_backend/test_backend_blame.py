@@ -66,7 +66,7 @@ def test_random_faults_in_training(number: int) -> None:
 def wait_for_a_slow_rank(blocks: bool) -> str:
     """What rank 0 is told of rank 1, which has posted a receive from rank 2 in another group.
 
-    Rank 1 either is blocked until its message comes, or slow.
+    Rank 1 either is blocked until its message comes, or has been for a moment, and is slow.
     """
     store = dist.distributed_c10d._get_default_store()
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=0.7))
@@ -77,6 +77,8 @@ def wait_for_a_slow_rank(blocks: bool) -> str:
         receive = dist.irecv(torch.ones(3), 2)
         store.set("posted", "")
         if not blocks:
+            with pytest.raises(gradwire.Timeout):
+                receive.wait(timedelta(milliseconds=1))
             store.wait(["over"])
         with pytest.raises(gradwire.Timeout):
             receive.wait()

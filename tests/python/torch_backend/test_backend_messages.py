@@ -222,6 +222,9 @@ def test_an_operation_that_is_over_has_its_results() -> None:
         assert work.is_success()
     assert kept.tolist() == [1.0] * 3
     assert strided.tolist() == [[size, 1.0]] * 4
+    kept.zero_()
+    works[0].wait()
+    assert kept.tolist() == [0.0] * 3  # the program's by now
     for send in sends:
         send.wait()
 

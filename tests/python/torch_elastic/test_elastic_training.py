@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import gradwire
 import numpy as np
@@ -18,6 +20,8 @@ from census import census, growth
 from elastic_team import Plan, Team
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
+from gradwire.torch._ranks.ranks import Ranks
+from gradwire.torch.elastic.session import _reach
 from torch import nn
 from trainer_options import grouped
 
@@ -132,6 +136,29 @@ def test_survivors_take_all_samples(way: str, steps: int, rate: float) -> None:
     assert numbers == [steps, pytest.approx(rate)]
 
 
+def rate_halved_between_changes(comm: gradwire.Communicator) -> float:
+    """The rate at the end; the program halves it after rank 1's death and before a later change."""
+    options = {"wait": 0, "min_ranks": 1, "global_batch": "proportional"}
+    model, optimizer, session = made(ranks=comm, **options)
+    with session as s:
+        for batch in s:
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            s.backward(loss_of(model, batch))
+            if s.commit():
+                optimizer.param_groups[0]["lr"] /= 2
+                s._reform()
+                s._bring_together()
+                break
+    s.communicator.close()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_change_of_ranks_keeps_the_rates_of_the_program() -> None:
+    rate, _ = run(2, rate_halved_between_changes, dying=(1,))
+    assert rate == pytest.approx(0.1 / 2 / 2)
+
+
 @pytest.mark.parametrize("plan", [Plan(codec="onebit"), Plan(global_batch="proportional")], ids=str)
 def test_ranks_die_and_join(plan: Plan) -> None:
     with Team(3, plan) as team:
@@ -194,6 +221,53 @@ def test_a_training_that_cannot_begin_ends_with_an_error() -> None:
         assert "RendezvousError" in team.members[0].ended
         assert "min_ranks=2" in team.members[0].ended
         assert not team.steps
+
+
+def test_one_rank_alone_begins_at_once() -> None:
+    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    with made(ranks=alone)[2] as s:
+        assert s.changes == 0
+    alone.close()
+
+
+def test_a_session_that_cannot_begin_leaves_the_model_as_it_was() -> None:
+    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    model, _, session = made(ranks=alone, min_ranks=2, wait=0)
+    with pytest.raises(gradwire.RendezvousError), session:
+        pass
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+
+
+def changed_behind(comm: gradwire.Communicator, victim: int) -> tuple[list[str], Values]:
+    """What is logged of a change before which a rank no longer has the values of the others."""
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    model, _, session = made(ranks=comm, verify=True)
+    with session as s:
+        s._bring_together()
+        if comm.rank == victim:
+            nn.init.zeros_(next(model.parameters()))
+        s._reform()
+        s._bring_together()
+    s.communicator.close()
+    return [x for each in told if "differ" in (x := each.getMessage())], values_of(model)
+
+
+@pytest.mark.parametrize(
+    ("victim", "told"), [(1, ["ranks [1] differ from rank 0 in bits, and take its state"]), (2, [])]
+)
+def test_ranks_that_differ_are_named_and_mended(victim: int, told: list[str]) -> None:
+    (first, one), (second, other) = run(2, changed_behind, victim)
+    assert first == second == told
+    assert same(one, other)
+
+
+def test_the_last_ranks_of_a_communicator_have_joined_it() -> None:
+    for rank in range(4):
+        comm = mock.Mock(spec=gradwire.Communicator, rank=rank, size=4, joined=1)
+        assert _reach(Ranks(comm)) == (comm, rank == 3)
 
 
 def left_after_changes(comm: gradwire.Communicator, changes: int) -> list[Any]:

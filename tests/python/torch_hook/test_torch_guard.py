@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch_ranks
 from gradwire.torch import State, register
+from gradwire.torch.ddp.guard import _without_gradient
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -162,6 +163,12 @@ def test_gradients_that_never_come_raise_in_what_follows() -> None:
         assert all("find_unused_parameters" in each for each in messages)
         assert all("right.weight" in each for each in messages[:2])
         assert all("branches.2.weight" in each for each in messages[2:])
+
+
+def test_an_error_names_five_parameters_and_counts_the_rest() -> None:
+    names = list("abcdefg")
+    assert _without_gradient(names[:5]).endswith("a, b, c, d, e")
+    assert _without_gradient(names).endswith("a, b, c, d, e and 2 more")
 
 
 def forget_a_head_and_go_on() -> str:
