@@ -71,14 +71,15 @@ def test_a_crowd_of_strangers_leaves_those_who_have_proved_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gradwire._bootstrap.authenticator.MAX_PENDING", 2)
-    with opened() as (comm, listener), asked_by(comm, listener, b"") as proved:
-        with contextlib.ExitStack() as strangers:
-            crowd = [strangers.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
-            for each in crowd:
-                each.connect("\0" + listener._address.unix)
-            assert crowd[0].recv(1) == b""  # evicted
-            proved.sendall(ASKS)
-            eventually(lambda: listener._joiners)
+    with contextlib.ExitStack() as stack:
+        comm, listener = stack.enter_context(opened())
+        proved = stack.enter_context(asked_by(comm, listener, b""))
+        crowd = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for each in crowd:
+            each.connect("\0" + listener._address.unix)
+        assert crowd[0].recv(1) == b""  # evicted
+        proved.sendall(ASKS)
+        eventually(lambda: listener._joiners)
 
 
 def test_a_crowd_of_silent_joiners_evicts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

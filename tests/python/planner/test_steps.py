@@ -63,6 +63,10 @@ def test_one_rank_exchanges_nothing() -> None:
     assert (found.step, found.efficiency) == (0.1, 1.0)
 
 
+def test_no_bytes_take_no_time() -> None:
+    assert cluster().seconds("ring", 0, "none") == 0
+
+
 def test_ways_to_train_share_their_exchanges() -> None:
     net, here = network("nin"), cluster()
     parts = steps.buckets(net)
