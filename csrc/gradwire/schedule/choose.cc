@@ -27,8 +27,8 @@ std::vector<int> host_of(const Question& question) {
   return hosts;
 }
 
-// Where ranks share cores, a star of few bytes needs the fewest switches between them. Of more bytes
-// its root has most of the work, and takes up to twice the predicted time.
+// Where ranks share cores, a star of few bytes needs the fewest switches between them. Of more
+// bytes its root has most of the work, and takes up to twice the predicted time.
 bool is_candidate(const Question& question, std::string_view name) {
   if (question.collective != Collective::kAllReduce) return true;
   if (name == "recursive_doubling") return !question.codec;

@@ -224,14 +224,14 @@ def test_a_training_that_cannot_begin_ends_with_an_error() -> None:
 
 
 def test_one_rank_alone_begins_at_once() -> None:
-    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     with made(ranks=alone)[2] as s:
         assert s.changes == 0
     alone.close()
 
 
 def test_a_session_that_cannot_begin_leaves_the_model_as_it_was() -> None:
-    alone = gradwire.init(rank=0, size=1, store="unix://none")
+    alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     model, _, session = made(ranks=alone, min_ranks=2, wait=0)
     with pytest.raises(gradwire.RendezvousError), session:
         pass
