@@ -1,7 +1,7 @@
 """Mutants of a module: one small change each, such as programmers make by mistake.
 
-Figures that a module gives a name stay as they are: they were chosen or measured, and only a test
-that repeats them could notice. So does `strict=` of zip, which only states what holds.
+Figures that a module or class gives a name stay as they are: they were chosen or measured, and only
+a test that repeats them could notice. So does `strict=` of zip, which only states what holds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
     if is_strict or isinstance(node, ast.JoinedStr) or _is_logging(node):
         return
     yield node
-    if isinstance(node, ast.Module):
+    if isinstance(node, ast.Module | ast.ClassDef):
         node.body = [each for each in node.body if not _is_figure(each)]
     for field, value in ast.iter_fields(node):
         if field not in _NOT_RUN:
@@ -79,8 +79,11 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_figure(node: ast.stmt) -> bool:
-    """Whether it gives a number a name."""
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    """Whether it gives a number a name, such as 1 << 20."""
+    figures = ast.Constant | ast.UnaryOp | ast.BinOp | ast.unaryop | ast.operator
+    return isinstance(node, ast.Assign) and all(
+        isinstance(each, figures) for each in ast.walk(node.value)
+    )
 
 
 def _is_logging(node: ast.AST) -> bool:

@@ -96,9 +96,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "torch/elastic/session.py",
         "self._joined = False  # and has not got the state pass  # and has not got the state",
     ): "__enter__ sets it before anything reads it",
-    ("_bootstrap/store.py", "LAST_WILL = 4 LAST_WILL = 5"): (
-        "clients and servers of one version have the same table, and others never meet"
-    ),
     (
         "torch/elastic/session.py",
         "least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait) "

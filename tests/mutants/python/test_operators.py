@@ -31,6 +31,7 @@ def mutants(source: str) -> list[str]:
         ("if not a: f.g += h", ["if (a): f.g += h", "if not a: pass", "if not a: f.g -= h"]),
         ("x = 'ü' if a else b", ["x = 'ü' if (not (a)) else b"]),
         ("LIMIT = 3", []),
+        ("class A:\n LIMIT = -1 << 20", []),
         ("x = zip(a, b, strict=True)", []),
         ("_log.info('x', y=1)", []),
         ("x = f'{a + 1}'", []),
