@@ -70,6 +70,12 @@ def test_ranks_that_do_not_pay_are_said_to() -> None:
     assert "From about" in sentence
 
 
+def test_a_biased_codec_is_compared_with_an_unbiased_one() -> None:
+    codecs = ["onebit", "int8"]
+    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=500.0, codecs=codecs)
+    assert "without; the best unbiased codec, int8, takes" in found.sentences[0]
+
+
 def test_the_turning_point_turns() -> None:
     """Just below the stated rate compression pays by the same model, and well above it does not."""
     found = gradwire.advise("resnet50", ranks=8, link="100gbit,10us", compute=0.02)

@@ -445,7 +445,8 @@ def test_memory_is_used_again_and_by_one_push_at_a_time(make: Make) -> None:
     for _ in range(20):
         parameter.grad = torch.ones(50)
         optimizer.step()
-    optimizer.fetch()
+    optimizer.close()
+    assert not optimizer._outgoing
     free = [id(each) for each in optimizer._free]
     assert 0 < len(free) == len(set(free))
 

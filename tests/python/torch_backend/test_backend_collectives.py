@@ -465,6 +465,8 @@ def test_wrong_arguments_leave_the_group_usable() -> None:
     size = dist.get_world_size()
     with pytest.raises(gradwire.InvalidArgument, match="split_sizes"):
         dist.all_to_all_single(torch.empty(3), torch.empty(3), [1] * size, [7] * size)
+    with pytest.raises(gradwire.InvalidArgument, match="cannot be cut into"):
+        dist.all_to_all_single(torch.tensor(1.0), torch.tensor(1.0))
     with pytest.raises(gradwire.InvalidArgument, match="float8"):
         dist.all_reduce(torch.zeros(2).to(FLOAT8[0]))
     if not WRAPS:  # its dispatcher takes them

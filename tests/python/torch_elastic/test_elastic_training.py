@@ -230,6 +230,11 @@ def test_one_rank_alone_begins_at_once() -> None:
     alone.close()
 
 
+def test_the_timeout_of_ranks_is_that_of_the_communicator(bare_environment: None) -> None:
+    with made(ranks=Ranks(timeout=7))[2] as s:
+        assert s.communicator._timeout == 7
+
+
 def test_a_session_that_cannot_begin_leaves_the_model_as_it_was() -> None:
     alone = gradwire.init(rank=0, ranks=1, store="unix://none")
     model, _, session = made(ranks=alone, min_ranks=2, wait=0)
