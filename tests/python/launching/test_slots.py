@@ -21,7 +21,7 @@ MAIN = """
 import sys
 from gradwire._launch import launcher, local_ranks
 local_ranks.SETTLE_SECONDS = 0.1
-local_ranks.GRACE_SECONDS = 0.2
+local_ranks.GRACE_SECONDS = {grace}
 sys.exit(launcher.run(sys.argv[1:]))
 """
 HEAD = """
@@ -54,8 +54,8 @@ def script(tmp_path: Path) -> Script:
 def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def launch(*argv: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", MAIN, *argv]
+    def launch(*argv: str, grace: float = 0.2) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MAIN.format(grace=grace), *argv]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
@@ -190,7 +190,7 @@ while True:  # and not pause(), which would miss a signal that comes just before
 def test_a_signal_asks_the_ranks_and_not_their_helpers(
     start: Start, script: Script, number: signal.Signals, argv: list[str]
 ) -> None:
-    process = start("-n", "2", *argv, script(STOPS))
+    process = start("-n", "2", *argv, script(STOPS), grace=LIMIT)  # ranks may end slowly
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(number)
