@@ -72,7 +72,7 @@ def test_ranks_that_do_not_pay_are_said_to() -> None:
 
 def test_a_biased_codec_is_compared_with_an_unbiased_one() -> None:
     codecs = ["onebit", "int8"]
-    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=500.0, codecs=codecs)
+    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=codecs)
     assert "without; the best unbiased codec, int8, takes" in found.sentences[0]
 
 
