@@ -158,7 +158,7 @@ def streams() -> Checks:
     x = torch.ones(1 << 20, device="cuda")
     first: Any = dist.all_reduce(x, async_op=True)
     first.get_future().wait()  # the first one makes torch's streams, and waits for that
-    with _busy() as busy:
+    with busy_gpu() as busy:
         work: Any = dist.all_reduce(x, async_op=True)
         future = work.get_future()
         work.wait()
@@ -175,7 +175,7 @@ def streams() -> Checks:
 
 
 @contextlib.contextmanager
-def _busy() -> Iterator[torch.cuda.Event]:
+def busy_gpu() -> Iterator[torch.cuda.Event]:
     """An event behind half a second of work on the GPU."""
     torch.cuda.synchronize()
     dist.barrier()

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.gpu import arrays
+from tests.gpu.backend import busy_gpu
 from tests.gpu.ranks import nccl_environment, nccl_version
 from tests.gpu.rows import Row
 
@@ -32,7 +32,6 @@ CODECS = ("none", "fp16", "onebit", "topk:density=0.05")
 _RANKS = 2
 _STEPS = 5
 _CLOSE = 1e-5  # of the largest gradient: both add two floats and halve them, in some order
-_BUSY_CYCLES = 1_000_000_000  # half a second of a GPU
 
 
 @dataclass(frozen=True)
@@ -217,22 +216,11 @@ def _waits(setting: Setting) -> bool:
     for step in range(3):
         _loss(ddp, setting, step).backward()
     loss = _loss(ddp, setting, 3)
-    with _busy() as busy:
+    with busy_gpu() as busy:
         loss.backward()
         waited = busy.query()
     state.close()
     return waited
-
-
-@contextlib.contextmanager
-def _busy() -> Iterator[torch.cuda.Event]:
-    torch.cuda.synchronize()
-    dist.barrier()
-    event = torch.cuda.Event()
-    torch.cuda._sleep(_BUSY_CYCLES)
-    event.record()
-    yield event
-    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
