@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import gradwire
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, Schedule, ScheduleError, algorithms
+from gradwire._calls import barrier
 from ranks import nightly, run
 
 RANKS = (1, 2, 3, 4, *nightly(5, 8))
@@ -417,3 +420,11 @@ def test_barrier_waits_for_all(p: int) -> None:
             comm.barrier()
 
     run(p, body)
+
+
+def test_a_barrier_takes_what_auto_takes_and_asks_for_few_ranks_alone() -> None:
+    model = gradwire.CostModel()
+    assert barrier.algorithm_of(model._core, [range(8)]) == model.choose(0, 8)[0]
+    choose = mock.Mock()
+    assert barrier.algorithm_of(choose, [range(65)]) == "recursive_doubling"
+    choose.choose.assert_not_called()
