@@ -55,6 +55,7 @@ def _of(build: Path, architectures: str) -> list[Stage]:
         Stage("hook", python("tests.gpu.ddp"), 60, 10, needs=extension),
         Stage("long arrays", [kernels, library, "long"], 30, 10, needs=core),
         Stage("backend", python("tests.gpu.backend"), 30, 11, needs=extension),
-        Stage("memcheck", sanitize("memcheck"), 20, 12, needs=core),
-        Stage("racecheck", sanitize("racecheck"), 20, 12, needs=core),
+        Stage("trainers", python("tests.gpu.trainers"), 90, 12, needs=extension),
+        Stage("memcheck", sanitize("memcheck"), 20, 13, needs=core),
+        Stage("racecheck", sanitize("racecheck"), 20, 13, needs=core),
     ]

@@ -49,6 +49,7 @@ def stages(build: Path) -> list[Stage]:
         "graph": ("tests.gpu.graph", 1),
         "hook": ("tests.gpu.ddp", 1),
         "backend": ("tests.gpu.backend", 1),  # which is skipped there
+        "trainers": ("tests.gpu.trainers", 1),
     }
     environment = {"GRADWIRE_CUDA_SO": library}
     return [
