@@ -232,7 +232,7 @@ def peers(results: Path) -> list[str]:
         cells = [_beside(path, found.get((*column, nbytes)), column, nbytes) for column in columns]
         rows.append([size(nbytes), *cells])
     head = ["", *(f"{transport}, {ranks} ranks" for transport, ranks in columns)]
-    return report.table(" | ".join(head), rows)
+    return _of(path, report.table(" | ".join(head), rows))
 
 
 def _beside(
@@ -265,7 +265,8 @@ def gpu(results: Path) -> list[str]:
 
 def backend(results: Path) -> list[str]:
     """Milliseconds of the backend's collectives, and how many times faster than gloo they are."""
-    found = _loaded(newest(results, "backend-*.json"))["collectives"]
+    path = newest(results, "backend-*.json")
+    found = _loaded(path)["collectives"]
     rows = []
     first = next(iter(found.values()))
     for operation, by_size in first.items():
@@ -273,7 +274,7 @@ def backend(results: Path) -> list[str]:
             cells = [_beside_gloo(its[operation][nbytes]) for its in found.values()]
             title = f"{operation}, {size(int(nbytes))}"
             rows.append([title, *cells])
-    return report.table(" | ".join(["", *(f"{ranks} ranks" for ranks in found)]), rows)
+    return _of(path, report.table(" | ".join(["", *(f"{ranks} ranks" for ranks in found)]), rows))
 
 
 def _beside_gloo(its: Mapping[str, list[float]]) -> str:
@@ -301,7 +302,7 @@ def shaped_backend_steps(results: Path) -> list[str]:
 def _steps_of_most_ranks(path: Path) -> list[str]:
     found = _loaded(path)["steps"]
     most = {link: list(by_ranks.items())[-1:] for link, by_ranks in found.items()}
-    return beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}})
+    return _of(path, beside_gloo_report.steps({"steps": {k: dict(v) for k, v in most.items()}}))
 
 
 def hybrid(results: Path) -> list[str]:
@@ -394,8 +395,7 @@ def serve(results: Path) -> list[str]:
     found = _loaded(path)
     if missing := [each for each in serve_report.TEAMS if each not in found["cases"][0]["seconds"]]:
         raise Incomplete(f"{path.name} has no turns of {', '.join(missing)}")
-    said = f"{found['date'][:10]}, {found['machine']}; all of it: `bench/results/{path.stem}.md`."
-    return [said, "", *serve_report.summary(found), "", *serve_report.goal_table(found)]
+    return _of(path, [*serve_report.summary(found), "", *serve_report.goal_table(found)])
 
 
 def traces(results: Path) -> list[str]:
@@ -404,6 +404,13 @@ def traces(results: Path) -> list[str]:
     if not files:
         return ["Not measured on a machine without other work yet."]
     return trace_cost.table(_loaded(files[-1]))
+
+
+def _of(path: Path, rows: list[str]) -> list[str]:
+    """Rows after a line that says when, where and beside what they were measured."""
+    found = _loaded(path)
+    where = f"{found['date'][:10]}, {found['machine']}"
+    return [f"{where}; all of it: `bench/results/{path.stem}.md`.", "", *rows]
 
 
 def _loaded(path: Path) -> dict[str, Any]:

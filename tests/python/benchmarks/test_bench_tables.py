@@ -112,8 +112,10 @@ def test_peers_are_compared_with_the_best_and_gloo(tmp_path: Path):
         for nbytes in tables._SIZES
     ]
     path = tmp_path / "peers-2020-01-01.json"
-    path.write_text(json.dumps({"cases": cases}))
-    rows = tables.peers(tmp_path)
+    measured = {"date": "2020-01-01 09:00 UTC", "machine": "a machine, other work 0 %"}
+    path.write_text(json.dumps({"cases": cases, **measured}))
+    said, _, *rows = tables.peers(tmp_path)
+    assert said.startswith("2020-01-01, a machine, other work 0 %;")
     assert rows[2] == "| 4 B |" + " 4.00 (2.5×, 10.0×) |" * 4
     assert [row.split(" | ")[0] for row in rows[2:]] == [
         f"| {report.size(each)}" for each in tables._SIZES
