@@ -53,9 +53,11 @@ test-cpp: $(BUILT) .system-packages
 	@echo "== C++ tests"
 	cmake -S . -B build/release -DGRADWIRE_TESTS=$(if $(filter .,$(CPP_TESTS)),TOGETHER,ON) >/dev/null
 	ninja -C build/release $(if $(filter-out .,$(CPP_TESTS)),extension $(call tests_named,build/release,$(CPP_TESTS)))
-	$(CTEST) build/release -R '$(CPP_TESTS)'
+	$(CTEST) build/release -R '$(CPP_TESTS)' $(if $(NIGHTLY)$(filter-out .,$(CPP_TESTS)),,$(QUICK_CPP))
 
-# NIGHTLY=1: also those that are marked so, or named in tests/python/nightly.txt.
+# NIGHTLY=1: also those that are marked so, or named in tests/python/nightly.txt, and all shares of the
+# longest C++ programs.
+QUICK_CPP := -E '^cuda_(communicator|direct)_test_[1-3]$$'
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 QUICK := $(if $(NIGHTLY),,-m 'not nightly')
 test-python: build $(VENV)/test-packages
