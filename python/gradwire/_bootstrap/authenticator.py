@@ -153,7 +153,7 @@ class Authenticator:
             elif key.data in self._pending:  # not evicted by an accept of this very turn
                 admitted += self._advance(key.data)
         for late in [entry for entry in self._pending if entry.limit.passed]:
-            self._refuse(late, f"it had not {late.missed} within {handshake.LIMIT_SECONDS:g} s")
+            self._refuse(late, f"it had not {late.missed} within {handshake.HANDSHAKE_TIMEOUT:g} s")
         return admitted
 
     def use_secret(self, secret: bytes) -> None:
@@ -215,7 +215,7 @@ class Authenticator:
     def _await(self, sock: socket.socket, address: str, begun: Handshake) -> _Pending:
         try:
             _, wanted = next(begun)
-            entry = _Pending(sock, address, begun, wanted, Deadline(handshake.LIMIT_SECONDS))
+            entry = _Pending(sock, address, begun, wanted, Deadline(handshake.HANDSHAKE_TIMEOUT))
             self._selector.register(sock, selectors.EVENT_READ, entry)
         except OSError:
             sock.close()

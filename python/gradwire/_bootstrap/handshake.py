@@ -41,7 +41,7 @@ from gradwire._host.interfaces import Target
 from gradwire._host.sealed_socket import SealedSocket
 from gradwire._host.user_namespace import stands_for_all_unmapped
 
-LIMIT_SECONDS = 5.0  # for a handshake, and as long again for a request that must follow
+HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a request that must follow
 
 _MAGIC = b"GWJ1"
 _VERSION = 2
@@ -184,7 +184,7 @@ def _prove(
 ) -> tuple[_core.Noise, _core.Cipher | None]:
     """Exchanges the messages, until the server has said welcome."""
     require_own_user(sock, secret)
-    limit = deadline.within(LIMIT_SECONDS)
+    limit = deadline.within(HANDSHAKE_TIMEOUT)
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(limit.left)
     sock.sendall(hello.pack() + noise.write(side.pack()))

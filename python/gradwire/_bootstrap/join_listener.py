@@ -110,7 +110,7 @@ def _signature(job: str, secret: bytes, body: bytes) -> bytes:
 
 def entry_key(job: str) -> str:
     """The key of a job's entry in its store."""
-    return f"gradwire/{job}/door"
+    return f"gradwire/{job}/join_listener"
 
 
 def secret_key(job: str) -> str:

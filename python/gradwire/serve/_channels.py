@@ -23,7 +23,7 @@ from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import Admitted, Authenticator, refusals
 from gradwire._bootstrap.connect import listen, open_socket
 from gradwire._bootstrap.handshake import (
-    LIMIT_SECONDS,
+    HANDSHAKE_TIMEOUT,
     HandshakeError,
     Hello,
     Purpose,
@@ -64,7 +64,7 @@ class Introduction(NamedTuple):
 
 def receive_introduction(sock: socket.socket, offered: Sequence[str]) -> Introduction:
     """Receives a client's introduction; raises OSError or InvalidArgument for anything else."""
-    deadline = Deadline(LIMIT_SECONDS)
+    deadline = Deadline(HANDSHAKE_TIMEOUT)
     (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, deadline))
     text = receive(sock, length, deadline)
     sock.settimeout(None)
@@ -146,7 +146,7 @@ class ClientListener:
                     *hand_over(sock),
                     client.name,
                     client.number,
-                    LIMIT_SECONDS,
+                    HANDSHAKE_TIMEOUT,
                 )
         except (Error, OSError, ValueError) as error:
             _log.warning("shard %d: a client was not admitted: %s", shard, describe(error))

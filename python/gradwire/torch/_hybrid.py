@@ -32,33 +32,34 @@ from gradwire.torch.backend import versions
 _WRAPPERS = ("ddp", "fsdp")
 
 
-def hybrid_plan(model: nn.Module, ranks: int, *, min_elements: int = 1 << 20) -> dict[str, str]:
+def hybrid_plan(model: nn.Module, size: int, *, min_elements: int = 1 << 20) -> dict[str, str]:
     """Proposes a plan for `parallelize`: "data" or "model" for each layer that has parameters.
 
     Linear layers whose weight is trained, is no other layer's too and has at least `min_elements`
-    elements, and whose number of outputs can be divided by `ranks`, are "model". Splitting a layer
-    saves bytes where its weight has more elements than its inputs and outputs of the batches of all
-    ranks. Raises InvalidArgument for a model that is wrapped or compiled already.
+    elements, and whose number of outputs can be divided by `size`, the number of ranks, are
+    "model". Splitting a layer saves bytes where its weight has more elements than its inputs and
+    outputs of the batches of all ranks. Raises InvalidArgument for a model that is wrapped or
+    compiled already.
     """
     require_plain(model)
-    whole(ranks, "ranks", least=1)
+    whole(size, "size", least=1)
     whole(min_elements, "min_elements")
     owners = owners_of(model)
     return {
         name: MODEL
-        if _is_large(module, ranks, min_elements) and is_splittable(name, module, owners)
+        if _is_large(module, size, min_elements) and is_splittable(name, module, owners)
         else DATA
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
 
 
-def _is_large(module: nn.Module, ranks: int, least: int) -> bool:
+def _is_large(module: nn.Module, size: int, least: int) -> bool:
     return (
         type(module) is nn.Linear
         and module.weight.requires_grad
         and module.weight.numel() >= least
-        and module.out_features % ranks == 0
+        and module.out_features % size == 0
     )
 
 
@@ -78,9 +79,9 @@ def parallelize(
 
     `plan` names layers, as `model.named_modules()` does: those with "model" are split, and must be
     nn.Linear; those with "data" and those without a name in it are data-parallel. None is
-    `hybrid_plan(model, ranks)`. Two linear layers with only activations and dropout between them,
-    in one nn.Sequential, keep what is between them split. Dropout there needs another seed on each
-    rank. `mesh` is a DeviceMesh of one dimension; all ranks if None.
+    `hybrid_plan(model, mesh.size())`. Two linear layers with only activations and dropout between
+    them, in one nn.Sequential, keep what is between them split. Dropout there needs another seed on
+    each rank. `mesh` is a DeviceMesh of one dimension; all ranks if None.
 
     `data` is "ddp" or "fsdp", for DistributedDataParallel or FSDP2's fully_shard, which take the
     other `options`. With "ddp" what is returned takes the hook of `register`, whose codec then
@@ -184,11 +185,11 @@ def _split(model: nn.Module, split: Iterable[str], mesh: Any) -> None:
             _average(parameter, mesh.size())
 
 
-def _average(parameter: nn.Parameter, ranks: int) -> None:
+def _average(parameter: nn.Parameter, size: int) -> None:
     """Makes gradients averages: they come as sums over ranks, of losses that are means on each."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_()  # a frozen one, which may be thawed later, takes no hook
-    parameter.register_hook(lambda gradient: gradient / ranks)
+    parameter.register_hook(lambda gradient: gradient / size)
     parameter.requires_grad_(is_trained)
 
 

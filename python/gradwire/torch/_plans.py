@@ -49,7 +49,7 @@ def require_plain(model: Any) -> None:
             raise InvalidArgument(f"{what} is compiled: compile what parallelize() returns")
 
 
-def checked_plan(model: nn.Module, plan: Any, ranks: int) -> list[str]:
+def checked_plan(model: nn.Module, plan: Any, size: int) -> list[str]:
     """The names of the layers that a plan splits, in the model's order; checks all of it."""
     if not isinstance(plan, Mapping):
         raise wrong(plan, "plan", "a dict of layers' names: {'classifier.0': 'model'}")
@@ -68,7 +68,7 @@ def checked_plan(model: nn.Module, plan: Any, ranks: int) -> list[str]:
     for name in split:
         _require_linear(name, modules[name])
         _require_own(name, modules[name], owners)
-    _require_divisible(modules, split, pairs_of(model, split), ranks)
+    _require_divisible(modules, split, pairs_of(model, split), size)
     return split
 
 
@@ -142,14 +142,14 @@ def _require_own(name: str, module: nn.Module, owners: Mapping[nn.Parameter, lis
 
 
 def _require_divisible(
-    modules: Mapping[str, Any], split: Iterable[str], pairs: Mapping[str, str], ranks: int
+    modules: Mapping[str, Any], split: Iterable[str], pairs: Mapping[str, str], size: int
 ) -> None:
     seconds = set(pairs.values())
     for name in split:
         features = "in_features" if name in seconds else "out_features"
         count = getattr(modules[name], features)
-        if count % ranks:
+        if count % size:
             raise InvalidArgument(
                 f"the plan splits {name!r}, whose {features}={count} cannot be divided by "
-                f"{ranks} ranks: give 'data'"
+                f"{size} ranks: give 'data'"
             )

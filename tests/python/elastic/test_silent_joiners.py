@@ -59,7 +59,7 @@ def test_a_joiner_counts_once_it_has_asked() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"\0" * len(ASKS), ASKS[:-1]])
 def test_others_are_told_to_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 1.0)
     with opened() as (comm, listener), asked_by(comm, listener, said) as sock:
         assert sock.recv(1) == b""
         assert not comm.should_resize()

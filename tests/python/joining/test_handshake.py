@@ -163,7 +163,7 @@ def test_noise_gives_the_published_messages() -> None:
 
 
 def test_strangers_have_five_seconds_and_sixty_four_places() -> None:
-    assert handshake.LIMIT_SECONDS == 5
+    assert handshake.HANDSHAKE_TIMEOUT == 5
     assert MAX_PENDING == 64
 
 
@@ -194,7 +194,7 @@ def test_random_bytes_are_refused(listener: Listener, size: int) -> None:
 
 
 def test_silence_ends_at_the_limit(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.1)
     with connected(listener) as sock:
         assert is_closed(sock)
 
@@ -202,7 +202,7 @@ def test_silence_ends_at_the_limit(listener: Listener, monkeypatch: pytest.Monke
 def test_bytes_that_drip_do_not_stretch_the_limit(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.2)
     with connected(listener) as sock:
         sock.settimeout(0.02)  # between two bytes: 100 of them would take 2 s
         assert 0 < drip(sock, HELLO.pack() + bytes(60)) < 100
@@ -225,7 +225,7 @@ def drip(sock: socket.socket, frame: bytes) -> int:
 def test_a_challenge_is_not_waited_for_longer_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.1)
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(TimeoutError):
         client_handshake(ours, HELLO, SECRET, Deadline(60))

@@ -53,7 +53,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def quick_and_fresh_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
-    monkeypatch.setattr(handshake, "LIMIT_SECONDS", 2.0)  # silent strangers go sooner
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 2.0)  # silent strangers go sooner
 
 
 def gather_storm() -> Storm:

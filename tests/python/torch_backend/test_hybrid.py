@@ -328,7 +328,7 @@ def test_a_proposal_splits_large_linear_layers() -> None:
         assert set(plan.values()) == {"data"}, make
     with pytest.raises(gradwire.InvalidArgument, match="the model is compiled"):
         gradwire.torch.hybrid_plan(compiled(), 2)
-    with pytest.raises(gradwire.InvalidArgument, match="ranks=0"):
+    with pytest.raises(gradwire.InvalidArgument, match="size=0"):
         gradwire.torch.hybrid_plan(net(), 0)
 
 

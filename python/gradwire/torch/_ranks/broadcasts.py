@@ -30,11 +30,11 @@ def broadcast_parameters(
     all ranks when names, types or shapes differ from the root's.
     """
     tensors = _named(params)
-    with _connected(ranks) as over:
+    with _connected(ranks) as comm:
         own = {name: (str(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
-        roots = over.broadcast_object(own, root=root)
-        _raise_on_all(over, _difference(own, roots, over.rank, root))
-        _broadcast(over, [tensors[name] for name in roots], root)
+        roots = comm.broadcast_object(own, root=root)
+        _raise_on_all(comm, _difference(own, roots, comm.rank, root))
+        _broadcast(comm, [tensors[name] for name in roots], root)
 
 
 def broadcast_optimizer_state(
@@ -55,15 +55,15 @@ def broadcast_optimizer_state(
             "a ZeroRedundancyOptimizer has another part of the state on each rank: save it with "
             "consolidate_state_dict() and load_state_dict()"
         )
-    with _connected(ranks) as over:
+    with _connected(ranks) as comm:
         tensors: list[torch.Tensor] = []
-        own = _snapshot(optimizer, tensors) if over.rank == root else None
-        roots: _Snapshot = over.broadcast_object(own, root=root)
-        _raise_on_all(over, _regrouped(optimizer, roots, over.rank, root))
-        if over.rank != root:
+        own = _snapshot(optimizer, tensors) if comm.rank == root else None
+        roots: _Snapshot = comm.broadcast_object(own, root=root)
+        _raise_on_all(comm, _regrouped(optimizer, roots, comm.rank, root))
+        if comm.rank != root:
             tensors = [each.empty() for each in roots.slots]
-        _broadcast(over, tensors, root)
-        if over.rank != root:
+        _broadcast(comm, tensors, root)
+        if comm.rank != root:
             _restore(optimizer, roots, tensors)
 
 

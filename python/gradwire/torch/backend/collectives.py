@@ -262,19 +262,19 @@ def _nested(tensors: Any) -> list[list[torch.Tensor]]:
     return [list(given[0])]
 
 
-def _blocks(tensor: torch.Tensor, sizes: Sequence[int], ranks: int, what: str) -> Any:
+def _blocks(tensor: torch.Tensor, sizes: Sequence[int], size: int, what: str) -> Any:
     """A contiguous tensor as one dimension, or as blocks of these sizes along its first one."""
     if not sizes:
-        if tensor.dim() == 0 or tensor.shape[0] % ranks:
+        if tensor.dim() == 0 or tensor.shape[0] % size:
             raise InvalidArgument(
                 f"all_to_all_single: {what} has the shape {tuple(tensor.shape)}, whose first "
-                f"dimension cannot be cut into {ranks} equal blocks: give {what}_split_sizes="
+                f"dimension cannot be cut into {size} equal blocks: give {what}_split_sizes="
             )
         return flat(tensor)
-    if len(sizes) != ranks or sum(sizes) != tensor.shape[0]:
+    if len(sizes) != size or sum(sizes) != tensor.shape[0]:
         raise InvalidArgument(
             f"all_to_all_single: {what}_split_sizes={list(sizes)} is not a size for each of "
-            f"{ranks} ranks that sum to {tensor.shape[0]}"
+            f"{size} ranks that sum to {tensor.shape[0]}"
         )
     return list(tensor.split(list(sizes)))
 

@@ -77,7 +77,7 @@ class Staging:
     def averages(
         self,
         named: dict[str, Any],
-        ranks: int,
+        size: int,
         results: Sequence[torch.Tensor],
         *,
         here: bool = True,
@@ -91,7 +91,7 @@ class Staging:
 
         def divide() -> None:
             for each in results:
-                each.div_(ranks, rounding_mode="trunc")
+                each.div_(size, rounding_mode="trunc")
 
         if here:
             self.at_the_end(divide)

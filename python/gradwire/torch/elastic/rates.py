@@ -22,7 +22,7 @@ class Rates:
         """Takes the optimizer, and what is carried with it, of which schedulers are scaled too."""
         self._optimizer = optimizer
         self._schedulers = list(_schedulers(carried))
-        self.ranks = 0  # for which the rates are; 0: not known yet
+        self.size = 0  # ranks for which the rates are; 0: not known yet
         self._before: tuple[int, list[Any]] | None = None  # ranks and rates before scaling
 
     def step(self) -> None:
@@ -32,19 +32,19 @@ class Rates:
     def undo(self) -> None:
         """Puts back the rates from before this step's changes."""
         if self._before is not None:
-            self.ranks, values = self._before
+            self.size, values = self._before
             for (holder, name), value in zip(self._places(), values, strict=True):
                 holder[name] = value
             self._before = None
 
-    def follow(self, ranks: int) -> None:
+    def follow(self, size: int) -> None:
         """Scales the rates to another number of ranks."""
-        if self.ranks and ranks != self.ranks:
+        if self.size and size != self.size:
             values = [holder[name] for holder, name in self._places()]
-            self._before = self.ranks, values
+            self._before = self.size, values
             for (holder, name), value in zip(self._places(), values, strict=True):
-                holder[name] = value * ranks / self.ranks
-        self.ranks = ranks
+                holder[name] = value * size / self.size
+        self.size = size
 
     def _places(self) -> Iterator[tuple[Any, Any]]:
         for group in self._optimizer.param_groups:

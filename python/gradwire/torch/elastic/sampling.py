@@ -67,25 +67,25 @@ class Sampler:
         names = ("size", "batch", "epochs", "shuffle", "seed")
         return {name: getattr(self, name) for name in names}
 
-    def samples(self, ranks: int, reference: int) -> int:
+    def samples(self, world_size: int, reference: int) -> int:
         """The number of samples of the next step: `batch` for each of the `reference` ranks.
 
-        Fewer at the end; 0 when there is not one for each of the `ranks` any more.
+        Fewer at the end; 0 when there is not one for each of `world_size` ranks any more.
         """
         left = self.epochs * self.size - self.position
         found = min(self.batch * reference, left)
-        return found if found >= ranks else 0
+        return found if found >= world_size else 0
 
-    def parts(self, samples: int, rank: int, ranks: int) -> list[SamplePart]:
+    def parts(self, samples: int, rank: int, world_size: int) -> list[SamplePart]:
         """A rank's part of the next step's samples, in parts of at most `batch` and equal sizes.
 
         Equal, but for one sample: a batch of one is too small for BatchNorm.
         """
-        begin, end = samples * rank // ranks, samples * (rank + 1) // ranks
+        begin, end = (samples * each // world_size for each in (rank, rank + 1))
         own = self._take(self.position + begin, self.position + end)
         count = math.ceil(len(own) / self.batch)
         parts = own.tensor_split(count) if count > 1 else [own]
-        return [SamplePart(each, len(each) * ranks / samples) for each in parts]
+        return [SamplePart(each, len(each) * world_size / samples) for each in parts]
 
     def collated(self, indices: torch.Tensor) -> Any:
         """The samples of a dataset as one batch; the indices themselves where there is none."""

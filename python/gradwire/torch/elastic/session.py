@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +51,7 @@ class Session:
         replica: SessionState,
         sampler: Sampler,
         averager: Averager,
-        reach: Callable[[], tuple[Communicator, bool]],
+        connect: Callable[[], tuple[Communicator, bool]],
         *,
         rates: Rates | None,
         owns: bool,
@@ -60,9 +61,9 @@ class Session:
         verify: bool,
         settings: dict[str, object],
     ) -> None:
-        """Takes what `session` has made; `reach` gives a communicator, and whether it joined."""
+        """Takes what `session` has made; `connect` gives a communicator, and whether it joined."""
         self._replica, self._sampler, self._averager = replica, sampler, averager
-        self._reach, self._rates, self._owns = reach, rates, owns
+        self._connect, self._rates, self._owns = connect, rates, owns
         self._min_ranks, self._wait, self._verify = min_ranks, wait, verify
         self._patience = patience
         self._settings = settings
@@ -110,7 +111,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Connects to the other ranks, or joins them."""
-        comm, self._joined = self._reach()
+        comm, self._joined = self._connect()
         self._has_state = not self._joined and comm.rank == 0
         self._use(comm)
         try:
@@ -386,7 +387,7 @@ class Session:
             "steps": self._steps,
             "position": self._sampler.position,
             "reference": self._reference,
-            "ranks_of_rates": 0 if self._rates is None else self._rates.ranks,
+            "ranks_of_rates": 0 if self._rates is None else self._rates.size,
             "alike": self._alike,
             "replica": self._replica.state_dict(),
             "averager": self._averager.state_dict(),
@@ -406,7 +407,7 @@ class Session:
         self._steps, self._sampler.position = state["steps"], state["position"]
         self._reference, self._alike = state["reference"], state["alike"]
         if self._rates is not None:
-            self._rates.ranks = state["ranks_of_rates"]
+            self._rates.size = state["ranks_of_rates"]
         self._replica.load_state_dict(state["replica"])
         self._averager.load_state_dict(state["averager"])
         if self._joined and not self._alike:
@@ -479,7 +480,7 @@ def session(
     arguments.instance(optimizer, "optimizer", torch.optim.Optimizer, "an optimizer of torch's")
     arguments.instance(sampler, "sampler", Sampler, "a gradwire.torch.elastic.Sampler")
     way = require_way(global_batch)
-    given, over = compression_of(compression), _reachable(ranks)
+    given, ranks = compression_of(compression), _resizable(ranks)
     least = None if min_ranks is None else arguments.whole(min_ranks, "min_ranks", least=1)
     slow = default_timeout() if patience is None else arguments.seconds(patience, "patience")
     if not (arguments.number(wait, "wait") >= 0 and math.isfinite(wait)):
@@ -511,9 +512,9 @@ def session(
         replica,
         sampler,
         averager,
-        lambda: _reach(over),
+        partial(_communicator_of, ranks),
         rates=rates,
-        owns=over.over is None,
+        owns=ranks.over is None,
         min_ranks=least,
         wait=wait,
         patience=slow,
@@ -522,7 +523,7 @@ def session(
     )
 
 
-def _reachable(given: RanksLike) -> Ranks:
+def _resizable(given: RanksLike) -> Ranks:
     """The ranks that begin; raises InvalidArgument for a process group."""
     ranks = ranks_of(given)
     if isinstance(ranks.over, dist.ProcessGroup):
@@ -533,7 +534,7 @@ def _reachable(given: RanksLike) -> Ranks:
     return ranks
 
 
-def _reach(ranks: Ranks) -> tuple[Communicator, bool]:
+def _communicator_of(ranks: Ranks) -> tuple[Communicator, bool]:
     """A communicator, and whether this rank has joined one that others had."""
     communicator = ranks.over
     if communicator is None:

@@ -69,24 +69,24 @@ def register_fsdp(
     """
     modules = _modules(model)
     require_settings(scaler, optimizer)
-    given, reach = compression_of(compression, auto=True), ranks_of(ranks)
+    given, ranks = compression_of(compression, auto=True), ranks_of(ranks)
     whole = Model(model, dict(model.named_parameters()))
     payloads = None if gather_codec is None else Payloads(gather_codec)
     first = modules[0]
     if payloads is not None:
         payloads.require_device(first.group.device)
     replicas = first.replicate_group
-    over, owns = reach.connect(first.shard_group if replicas is None else replicas)
+    communicator, owns = ranks.connect(first.shard_group if replicas is None else replicas)
     shard_group = None if replicas is None else first.shard_group
-    chosen = choose_for_shards(whole, over, given, shard_group)
-    gathers_over: Communicator | None = over if replicas is None else None
-    owned = [over] if owns else []
-    if payloads is not None and gathers_over is None:
-        gathers_over, owns_too = Ranks(timeout=reach.timeout).connect(first.shard_group)
-        owned += [gathers_over] if owns_too else []
+    chosen = choose_for_shards(whole, communicator, given, shard_group)
+    gathering: Communicator | None = communicator if replicas is None else None
+    owned = [communicator] if owns else []
+    if payloads is not None and gathering is None:
+        gathering, owns_too = Ranks(timeout=ranks.timeout).connect(first.shard_group)
+        owned += [gathering] if owns_too else []
     make = partial(
         FSDPState,
-        over,
+        communicator,
         chosen.compression,
         [shard for each in modules for shard in each.shards],
         first.group.device,
@@ -98,7 +98,7 @@ def register_fsdp(
     )
     state = made_alike(
         make,
-        over,
+        communicator,
         owns_communicator=owns,
         group=shard_group,
         codec=told(given, chosen),
@@ -108,13 +108,13 @@ def register_fsdp(
         **given.alike,
     )
     state.why = chosen.why
-    if over.rank == 0:
+    if communicator.rank == 0:
         tell(chosen, optimizer)
     for each in modules:
         _install(each, state)
         if payloads is not None:
-            assert gathers_over is not None
-            comm = PayloadAllGather(each, gathers_over, payloads, given.min_elements, state._steps)
+            assert gathering is not None
+            comm = PayloadAllGather(each, gathering, payloads, given.min_elements, state._steps)
             each.module.set_custom_all_gather(comm)
         elif isinstance(each.group._all_gather_comm, PayloadAllGather):  # of an earlier state
             each.module.set_custom_all_gather(torchs_own())

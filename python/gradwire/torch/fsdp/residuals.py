@@ -24,14 +24,14 @@ class ShardResiduals(ResidualState):
     """Residuals of one rank's shards, which travel between replicas."""
 
     def __init__(
-        self, shards: Sequence[Shard], shard: tuple[int, int], ranks: int, *options: Any
+        self, shards: Sequence[Shard], shard: tuple[int, int], size: int, *options: Any
     ) -> None:
         """`shard` is the rank among those that share the parameters, and their number.
 
-        `ranks` is the number of replicas.
+        `size` is the number of replicas.
         """
         names = {empty(each.shape): each.name for each in shards}
-        super().__init__(names, ranks, *options)
+        super().__init__(names, size, *options)
         self._shard = shard
         self.follow_ranks()
 
@@ -54,10 +54,10 @@ class ShardResiduals(ResidualState):
 class PartResiduals(ResidualState):
     """Residuals of whole gradients, part by part, which travel to the ranks that share a model."""
 
-    def __init__(self, shards: Sequence[Shard], ranks: int, *options: Any) -> None:
-        """`ranks` is the number of ranks that share the parameters."""
+    def __init__(self, shards: Sequence[Shard], size: int, *options: Any) -> None:
+        """`size` is the number of ranks that share the parameters."""
         self._shards = shards
-        super().__init__(_part_names(shards, ranks), ranks, *options)
+        super().__init__(_part_names(shards, size), size, *options)
         self.follow_ranks()
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def part_name(name: str, rank: int) -> str:
     return f"{name}[{rank}]"
 
 
-def _part_names(shards: Sequence[Shard], ranks: int) -> dict[torch.Tensor, str]:
+def _part_names(shards: Sequence[Shard], size: int) -> dict[torch.Tensor, str]:
     """The keys of all parts, by tensors of their shapes."""
     return {
-        empty((prod(_part_shape(each.whole_shape, each.dim, ranks)),)): part_name(each.name, rank)
+        empty((prod(_part_shape(each.whole_shape, each.dim, size)),)): part_name(each.name, rank)
         for each in shards
-        for rank in range(ranks)
+        for rank in range(size)
     }
 
 
@@ -126,5 +126,5 @@ def _cut_anew(
     }
 
 
-def _part_shape(shape: Sequence[int], dim: int, ranks: int) -> list[int]:
-    return [-(-n // ranks) if i == dim else n for i, n in enumerate(shape)]
+def _part_shape(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [-(-n // size) if i == dim else n for i, n in enumerate(shape)]

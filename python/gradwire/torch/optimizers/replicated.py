@@ -49,11 +49,11 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._without_gradient: set[str] = set()  # of this rank, in the step under way
         self.steps = self.skipped_steps = 0
         self._loss_scale = LossScale(scaler)
-        over = ranks_of(ranks)
+        ranks = ranks_of(ranks)
         super().__init__(params, defaults)
         self._names = listed.names(self.param_groups)
         self._check()
-        self.communicator, self._owns = over.connect()
+        self.communicator, self._owns = ranks.connect()
         try:
             options = {"param_groups": listed.options(self.param_groups)}
             own = {**settings, **options, "scaler": scaler is not None}
@@ -213,9 +213,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         self._require_connected()
         failure: Exception | None = None
-        over = self.communicator
+        comm = self.communicator
         try:
-            self._load(saving.for_rank(state_dict, over.rank, over.size))
+            self._load(saving.for_rank(state_dict, comm.rank, comm.size))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             failure = error if isinstance(error, InvalidArgument) else listed.misfit(error)
         found = {
@@ -223,7 +223,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "state": checksum(self._common_state().values()),
             "param_groups": listed.options(self.param_groups),
         }
-        require_alike(over, "load_state_dict()", found, failure)
+        require_alike(comm, "load_state_dict()", found, failure)
 
     def close(self) -> None:
         """Closes the communicator, if it was made for this; all ranks call it."""

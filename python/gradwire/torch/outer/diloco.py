@@ -108,7 +108,7 @@ class DiLoCo:
         long as their timeout is. Raises RendezvousError, and InvalidArgument, on all ranks for
         settings or models that differ between ranks.
         """
-        given, others = compression_of(compression, warms_up=False), ranks_of(ranks)
+        given, ranks = compression_of(compression, warms_up=False), ranks_of(ranks)
         optimizers = checks.optimizers_of(inner_optimizer)
         trained = checks.trained_parameters(model, optimizers)
         require_supported(trained)
@@ -133,20 +133,20 @@ class DiLoCo:
             **given.alike,
         }
         self.closed, self.error = False, None
-        over, self._owns = others.connect()
+        communicator, self._owns = ranks.connect()
         try:
-            require_algorithm(algorithm, self._rules.lossy, over)
-            require_alike(over, "DiLoCo()", settings)
+            require_algorithm(algorithm, self._rules.lossy, communicator)
+            require_alike(communicator, "DiLoCo()", settings)
             tensors = [*model.named_parameters(), *model.named_buffers()]
-            broadcast_parameters(tensors, ranks=over)
+            broadcast_parameters(tensors, ranks=communicator)
         except BaseException:
             if self._owns:
-                over.close()
+                communicator.close()
             raise
         optimizer = OuterOptimizer(lr, momentum, nesterov and momentum > 0)
         device = next(iter(trained.values())).device
         self._steps = OuterSteps(
-            over,
+            communicator,
             [OuterParameters(each, optimizer) for each in fragments_of(trained, fragments)],
             partial(
                 averaging_exchange,
@@ -259,13 +259,13 @@ class DiLoCo:
         model, rank or number of ranks, and when ranks load states of different outer steps.
         """
         failure: Exception | None = None
-        over = self.communicator
+        comm = self.communicator
         try:
-            self._steps.load_state_dict(saving.for_rank(saved, over.rank, over.size))
+            self._steps.load_state_dict(saving.for_rank(saved, comm.rank, comm.size))
         except (InvalidArgument, KeyError, TypeError, ValueError) as error:
             failure = error
         found = {"state": self._steps.exchanges, "outer values": self._steps.checksum()}
-        require_alike(over, "load_state_dict()", found, failure)
+        require_alike(comm, "load_state_dict()", found, failure)
 
     def close(self) -> None:
         """Closes the communicator, if it was made for this; all ranks call it."""
