@@ -1,14 +1,19 @@
-"""The address that a rank listens on, and the error when no address will do."""
+"""The address that a rank listens on, what ranks learn of it, and errors when none will do."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from gradwire._errors import RendezvousError
+from gradwire._bootstrap.connect import _require_route
+from gradwire._bootstrap.mesh import AddressInfo, choose_transport, unpack_address_info
+from gradwire._bootstrap.rendezvous import choose_transports
+from gradwire._errors import InvalidArgument, RendezvousError
 from gradwire._host import interfaces as _interfaces
 from gradwire._host.interfaces import Choice, Interface, address_towards, interfaces, matches
+from gradwire._host.transport_kinds import DEFAULTS
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "192.0.2.7")
@@ -184,3 +189,66 @@ def test_a_host_with_loopback_only_cannot_serve_other_hosts(
     monkeypatch.setattr(_interfaces, "interfaces", lambda: [LO])
     with pytest.raises(RendezvousError, match="no interface but loopback"):
         choose("127.0.0.1", pattern=None, several_hosts=True)
+
+
+# Between two ranks
+
+ADDRESS_INFO = AddressInfo("host a", "a:1", ("shm", "tcp"), "x", "192.0.2.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "transport"),
+    [
+        (ADDRESS_INFO, "shm"),
+        (replace(ADDRESS_INFO, host="host b"), "tcp"),
+        (replace(ADDRESS_INFO, transports=("tcp",)), "tcp"),
+        (replace(ADDRESS_INFO, host="host b", transports=("shm",)), None),
+    ],
+)
+def test_a_pair_takes_the_best_transport_that_both_have(
+    other: AddressInfo, transport: str | None
+) -> None:
+    assert choose_transport(ADDRESS_INFO, other) == transport
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("fd00::2", "one is IPv4 and one IPv6"),
+        ("127.0.0.1", "loopback only leads back"),
+        ("192.0.2.1", "both hosts have this address"),
+    ],
+)
+def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, why: str) -> None:
+    other = replace(ADDRESS_INFO, host="host b", name="b:2", address=address, interface="eth7")
+    message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
+    with pytest.raises(RendezvousError, match=message):
+        _require_route(3, ADDRESS_INFO, 5, other)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, ADDRESS_INFO.pack()[:-2] + b', "x": 1}'],
+)
+def test_foreign_address_information_is_an_error_that_names_the_rank(data: bytes) -> None:
+    with pytest.raises(RendezvousError, match="rank 3 published no address information"):
+        unpack_address_info(data, 3)
+
+
+def test_address_information_survives_its_trip() -> None:
+    assert unpack_address_info(ADDRESS_INFO.pack(), 0) == ADDRESS_INFO
+
+
+def test_a_transport_that_this_version_lacks_joins_nobody() -> None:
+    newer = replace(ADDRESS_INFO, transports=("foo", "tcp"))
+    assert choose_transport(newer, newer) == "tcp"
+
+
+@pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
+def test_unknown_transports_are_refused(names: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=f"use {', '.join(DEFAULTS)}"):
+        choose_transports(names)
+
+
+def test_a_choice_reads_well() -> None:
+    assert str(Choice(Interface("eth0", "192.0.2.7"), "why")) == "eth0 (192.0.2.7): why"

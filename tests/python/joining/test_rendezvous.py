@@ -1,4 +1,4 @@
-"""Ranks find each other: environments, secrets, transports, missing ranks, repeated rendezvous."""
+"""Ranks find each other: transports, missing ranks, repeated rendezvous."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ from gradwire._bootstrap import connect as _connect
 from gradwire._bootstrap import mesh as _mesh
 from gradwire._bootstrap import rendezvous as _rendezvous
 from gradwire._bootstrap import rendezvous_exchange as _exchange
-from gradwire._bootstrap.connect import _require_route, connect_mesh
+from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, client_handshake
-from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, explicit
 from gradwire._bootstrap.mesh import (
     AddressInfo,
     Job,
     Mesh,
-    choose_transport,
     inproc_meshes,
     unpack_address_info,
 )
-from gradwire._bootstrap.rendezvous import choose_transports, rendezvous
-from gradwire._errors import InvalidArgument, RendezvousError
+from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
-from gradwire._host.transport_kinds import DEFAULTS, KINDS
+from gradwire._host.transport_kinds import KINDS
 from ranks import LIMIT, over_processes, reserved_store
 
 SECRET = b"0123456789abcdef"
@@ -371,24 +369,7 @@ def test_threads_get_meshes_of_socket_pairs() -> None:
         mesh.close()
 
 
-# Which transport, which address
-
-ADDRESS_INFO = AddressInfo("host a", "a:1", ("shm", "tcp"), "x", "192.0.2.1", 1)
-
-
-@pytest.mark.parametrize(
-    ("other", "transport"),
-    [
-        (ADDRESS_INFO, "shm"),
-        (replace(ADDRESS_INFO, host="host b"), "tcp"),
-        (replace(ADDRESS_INFO, transports=("tcp",)), "tcp"),
-        (replace(ADDRESS_INFO, host="host b", transports=("shm",)), None),
-    ],
-)
-def test_a_pair_takes_the_best_transport_that_both_have(
-    other: AddressInfo, transport: str | None
-) -> None:
-    assert choose_transport(ADDRESS_INFO, other) == transport
+# Two hosts
 
 
 def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[Future[Mesh]]:
@@ -417,21 +398,6 @@ def test_shared_memory_alone_cannot_join_two_hosts(monkeypatch: pytest.MonkeyPat
     for future in meet_two_hosts(monkeypatch, transports=["shm"]):
         with pytest.raises(RendezvousError, match=r"ranks 0 .* and 1 .* share no transport"):
             future.result()
-
-
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("fd00::2", "one is IPv4 and one IPv6"),
-        ("127.0.0.1", "loopback only leads back"),
-        ("192.0.2.1", "both hosts have this address"),
-    ],
-)
-def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, why: str) -> None:
-    other = replace(ADDRESS_INFO, host="host b", name="b:2", address=address, interface="eth7")
-    message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
-    with pytest.raises(RendezvousError, match=message):
-        _require_route(3, ADDRESS_INFO, 5, other)
 
 
 def test_who_connects_comes_from_the_address_that_its_card_says(
@@ -470,104 +436,12 @@ def test_an_address_that_is_translated_on_the_way_is_told(
     )
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"[]", b"{}", b'{"host": 1}', b"[" * 100_000, ADDRESS_INFO.pack()[:-2] + b', "x": 1}'],
-)
-def test_foreign_address_information_is_an_error_that_names_the_rank(data: bytes) -> None:
-    with pytest.raises(RendezvousError, match="rank 3 published no address information"):
-        unpack_address_info(data, 3)
-
-
-def test_address_information_survives_its_trip() -> None:
-    assert unpack_address_info(ADDRESS_INFO.pack(), 0) == ADDRESS_INFO
-
-
-def test_a_transport_that_this_version_lacks_joins_nobody() -> None:
-    newer = replace(ADDRESS_INFO, transports=("foo", "tcp"))
-    assert choose_transport(newer, newer) == "tcp"
-
-
-@pytest.mark.parametrize("names", [[], ["ib"], ["tcp", "inproc"]])
-def test_unknown_transports_are_refused(names: list[str]) -> None:
-    with pytest.raises(InvalidArgument, match=f"use {', '.join(DEFAULTS)}"):
-        choose_transports(names)
-
-
-# Secrets
-
-
-def test_a_short_secret_is_refused() -> None:
-    with pytest.raises(RendezvousError, match="15 bytes, fewer than 16"):
-        find_secret("x" * 15)
-
-
-def test_the_secret_comes_from_the_argument_the_variable_or_the_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "secret"
-    file.write_text("from-the-file-0123\n")
-    file.chmod(0o600)
-    assert find_secret(None) is None
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
-    assert find_secret(None) == b"from-the-file-0123"
-    monkeypatch.setenv("GRADWIRE_SECRET", "from-the-variable-0123")
-    assert find_secret(None) == b"from-the-variable-0123"
-    assert find_secret("from-the-argument-0123") == b"from-the-argument-0123"
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_secret_file_that_others_can_touch_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
-) -> None:
-    file = tmp_path / "secret"
-    file.write_text("0123456789abcdef")
-    file.chmod(mode)
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
-    with pytest.raises(RendezvousError, match="chmod 600"):
-        find_secret(None)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user, which root alone may")
-def test_a_secret_file_of_another_user_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "secret"
-    file.write_text("0123456789abcdef")
-    file.chmod(0o600)
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
-    assert find_secret(None) == b"0123456789abcdef"
-    os.chown(file, 12345, -1)
-    with pytest.raises(RendezvousError, match="is another user's"):
-        find_secret(None)
-
-
-def test_a_secret_file_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_SECRET_FILE", "/nonexistent/secret")
-    with pytest.raises(RendezvousError, match="cannot read GRADWIRE_SECRET_FILE"):
-        find_secret(None)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "127.0.0.1", "localhost", "[::1]"])
-def test_over_tcp_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    place = explicit(1, 2, f"tcp://{host}:9")
-    with pytest.raises(RendezvousError, match=r"there is no secret.*`export GRADWIRE_SECRET="):
-        rendezvous(place, lambda mesh: mesh, timeout=0.1)
-    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
-    with pytest.raises(RendezvousError, match="could not reach the store"):
-        rendezvous(place, lambda mesh: mesh, timeout=0.1)
-
-
 def test_a_secret_is_made_for_each_rendezvous_where_none_is_given(closing: Closing) -> None:
     places = launches(2)
     found = [{mesh.job.secret for mesh in closing(meet(places))} for _ in range(2)]
     assert [len(each) for each in found] == [1, 1]
     assert found[0] != found[1]
     assert "secret" not in repr(closing(meet(places))[0].job)
-
-
-def test_a_choice_reads_well() -> None:
-    assert str(Choice(Interface("eth0", "192.0.2.7"), "why")) == "eth0 (192.0.2.7): why"
 
 
 # torch's store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,9 @@ from gradwire import RendezvousError, serve
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.authenticator import RefusalLog
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
+from gradwire._bootstrap.job_secret import find_secret
+from gradwire._bootstrap.launch_info import explicit
+from gradwire._bootstrap.rendezvous import rendezvous
 from ranks import reserved_store
 
 
@@ -155,3 +159,64 @@ def test_gradwire_run_gives_its_ranks_the_secret_of_the_environment(
         f"    sys.exit(comm._mesh.job.secret != {SECRET.encode()!r})\n"
     )
     assert cli.main(["run", "-n", "2", str(script)]) == 0
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(RendezvousError, match="15 bytes, fewer than 16"):
+        find_secret("x" * 15)
+
+
+def test_the_secret_comes_from_the_argument_the_variable_or_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-the-file-0123\n")
+    file.chmod(0o600)
+    assert find_secret(None) is None
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    assert find_secret(None) == b"from-the-file-0123"
+    monkeypatch.setenv("GRADWIRE_SECRET", "from-the-variable-0123")
+    assert find_secret(None) == b"from-the-variable-0123"
+    assert find_secret("from-the-argument-0123") == b"from-the-argument-0123"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_secret_file_that_others_can_touch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef")
+    file.chmod(mode)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    with pytest.raises(RendezvousError, match="chmod 600"):
+        find_secret(None)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a file to another user, which root alone may")
+def test_a_secret_file_of_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", str(file))
+    assert find_secret(None) == b"0123456789abcdef"
+    os.chown(file, 12345, -1)
+    with pytest.raises(RendezvousError, match="is another user's"):
+        find_secret(None)
+
+
+def test_a_secret_file_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_SECRET_FILE", "/nonexistent/secret")
+    with pytest.raises(RendezvousError, match="cannot read GRADWIRE_SECRET_FILE"):
+        find_secret(None)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "127.0.0.1", "localhost", "[::1]"])
+def test_over_tcp_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    place = explicit(1, 2, f"tcp://{host}:9")
+    with pytest.raises(RendezvousError, match=r"there is no secret.*`export GRADWIRE_SECRET="):
+        rendezvous(place, lambda mesh: mesh, timeout=0.1)
+    monkeypatch.setenv("GRADWIRE_INSECURE", "1")
+    with pytest.raises(RendezvousError, match="could not reach the store"):
+        rendezvous(place, lambda mesh: mesh, timeout=0.1)
