@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # of bench and tests, from a
 
 from bench.common import report
 from bench.common.machine import describe
-from bench.common.report import RESULTS
 from bench.cuda import report as gpu_report
 from bench.cuda.stages import BUILDS, stages
 from tests.gpu import build
@@ -104,7 +103,7 @@ def _found(gpu: Mapping[str, Any], ended: Sequence[Ended], seconds: float) -> di
 def _stem(output: str) -> Path:
     """The path without suffix of the files to write."""
     if not output:
-        return RESULTS / f"gpu-{datetime.date.today().isoformat()}"
+        return report.stem_of(None, "gpu")
     into = output.endswith(os.sep) or Path(output).is_dir()
     return Path(output, "gpu") if into else Path(output)
 

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from bench.common import report
 from bench.common.machine import OtherLoad, describe
-from bench.common.report import RESULTS
 from bench.training import images
 
 RANKS, BATCH, HIDDEN, RATE = 4, 16, 640, 0.05
@@ -151,8 +150,7 @@ def main() -> None:
     load = OtherLoad()
     found = gradwire.spawn(measure, RANKS)[0]
     text = "\n".join(document(found, load.share())) + "\n"
-    output = RESULTS / f"blocks-{datetime.date.today().isoformat()}.md"
-    output.write_text(text, encoding="utf-8")
+    report.save(report.stem_of(None, "blocks"), None, text)
     print(text)
 
 

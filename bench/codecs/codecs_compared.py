@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 
 from bench.common import report
 from bench.common.machine import OtherLoad, describe
-from bench.common.report import RESULTS, ROOT
+from bench.common.report import ROOT
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "release"  # of `make test-cpp`
@@ -225,16 +225,16 @@ def main() -> None:
         for shape in BUCKETS:
             tables.append(f"## {shape[0]} × {shape[1]} = {shape[0] * shape[1]:,} elements\n")
             tables += [*measure(program, shape, options.rounds), ""]
-    today = datetime.date.today().isoformat()
     head = HEAD.format(
-        day=today,
+        day=datetime.date.today(),
         machine=describe(),
         load=load.share(),
         torch=torch.__version__,
         rounds=options.rounds - 1,
     )
-    (RESULTS / f"codecs-{today}.md").write_text(head + "\n".join(tables))
-    print(head + "\n".join(tables))
+    text = head + "\n".join(tables)
+    report.save(report.stem_of(None, "codecs"), None, text)
+    print(text)
 
 
 HEAD = """# One rank's work in codecs, beside torch's hooks and GRACE's way

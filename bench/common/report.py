@@ -152,17 +152,17 @@ def write(
     print(text)
 
 
-def save(stem: Path, found: Found, text: str) -> None:
-    """Writes STEM.json and STEM.md, and their directory if need be."""
+def save(stem: Path, found: Found | None, text: str) -> None:
+    """Writes STEM.md, STEM.json unless `found` is None, and their directory if need be."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    beside(stem, ".json").write_text(json.dumps(found, indent=1) + "\n")
+    if found is not None:
+        beside(stem, ".json").write_text(json.dumps(found, indent=1) + "\n")
     beside(stem, ".md").write_text(text, encoding="utf-8")
 
 
 def save_runs(stem: Path, runs: Path, text: str) -> None:
     """Copies a file of runs to STEM-runs.jsonl if it is another, and writes STEM.md."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    beside(stem, ".md").write_text(text, encoding="utf-8")
+    save(stem, None, text)
     if runs.resolve() != beside(stem, "-runs.jsonl").resolve():
         shutil.copyfile(runs, beside(stem, "-runs.jsonl"))
 

@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from bench.common import report
 from bench.common.machine import OtherLoad, describe
-from bench.common.report import RESULTS
 from bench.libraries import peer_teams, peers_report, placement
 from bench.libraries.peer_teams import GRADWIRE, LIBRARIES, Team
 
@@ -231,7 +230,7 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
     now = datetime.datetime.now(datetime.timezone.utc)
     found["date"] = now.strftime("%Y-%m-%d %H:%M UTC")
     found["command"] = " ".join(["-m bench.libraries.peers", *sys.argv[1:]])
-    stem = options.output or RESULTS / f"peers-{now.date().isoformat()}"
+    stem = report.stem_of(options.output, "peers")
     document = peers_report.document(found, stem.name)
     report.save(stem, found, document)
     peers_report.draw(found, report.beside(stem, ".png"))

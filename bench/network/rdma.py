@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS, ROOT
+from bench.common.report import ROOT
 from bench.network import rdma_turns
 
 RDMA, TCP = rdma_turns.GRADWIRE
@@ -59,10 +59,7 @@ def main() -> int:
         "cases": cases_of(lines),
     }
     suffix = "-machines" if options.machines == 2 else ""
-    stem = options.output or RESULTS / f"rdma-{datetime.date.today().isoformat()}{suffix}"
-    text = document(found)
-    report.save(stem, found, text)
-    print(text)
+    report.write(options.output, f"rdma{suffix}", found, document)
     return 0
 
 
@@ -111,7 +108,7 @@ def ratio(case: Found, program: str, other: str) -> float:
     return statistics.median(one / two for one, two in pairs)
 
 
-def document(found: Found) -> str:
+def document(found: Found, _: str) -> str:
     """The md file."""
     return report.document(
         "RDMA: gradwire beside perftest",

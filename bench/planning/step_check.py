@@ -35,7 +35,6 @@ from torch import nn
 
 from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import images
 from bench.training.methods import ONEBIT, PEERS, Method
@@ -85,10 +84,7 @@ def _report(rows: list[dict[str, Any]], machine: str, options: argparse.Namespac
         "command": " ".join(["-m bench.planning.step_check", *sys.argv[1:]]),
         "cases": rows,
     }
-    stem = options.output or RESULTS / f"planned-steps-{datetime.date.today().isoformat()}"
-    report.save(stem, found, document(found, stem.name))
-    draw(rows, report.beside(stem, ".png"))
-    print(document(found, stem.name))
+    report.write(options.output, "planned-steps", found, document, draw)
     return 0
 
 
@@ -254,13 +250,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return report.table(head, cells, "lll")
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw(found: Mapping[str, Any], path: Path) -> None:
     """Predicted over measured, and the band within which predictions should be."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = found["cases"]
     figure, axes = pyplot.subplots(figsize=(6, 5), layout="constrained")
     for network, link in dict.fromkeys((row["network"], row["link"]) for row in rows):
         own = [row for row in rows if (row["network"], row["link"]) == (network, link)]

@@ -26,7 +26,6 @@ Writes bench/results/elastic-DATE.json, .md and .png.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -36,14 +35,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.collectives.compare import interval
 from bench.common import report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 
 RANKS, VICTIM = 3, 1
 _LIMIT = 240.0  # seconds for one event
@@ -111,12 +109,7 @@ def main() -> int:
             print(f"{millions} M parameters, cost of a step …", file=sys.stderr, flush=True)
             found["cost"].append(_cost(millions))
     found["machine"] = load.describe()
-    stem = options.stem or RESULTS / f"elastic-{datetime.date.today().isoformat()}"
-    document = _document(found)
-    report.save(stem, found, document)
-    if found["cases"]:
-        _draw(found, report.beside(stem, ".png"))
-    print(document)
+    report.write(options.stem, "elastic", found, _document, _draw if found["cases"] else None)
     return 0
 
 
@@ -288,11 +281,11 @@ def _cost(millions: int) -> dict[str, Any]:
     return found
 
 
-def _document(found: dict[str, Any]) -> str:
+def _document(found: Mapping[str, Any], _: str) -> str:
     return "\n".join(_rows(found)) + "\n"
 
 
-def _rows(found: dict[str, Any]) -> Iterator[str]:
+def _rows(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"On {found['machine']}.\n"
     if found["cases"]:
         yield from _case_rows(found["cases"])
@@ -327,7 +320,7 @@ def _cost_row(each: dict[str, Any]) -> str:
     return row
 
 
-def _draw(found: dict[str, Any], path: Path) -> None:
+def _draw(found: Mapping[str, Any], path: Path) -> None:
     """Throughput over time: steps a second times ranks, for the middle size."""
     middle = sorted({each["millions"] for each in found["cases"]})
     cases = [each for each in found["cases"] if each["millions"] == middle[len(middle) // 2]]

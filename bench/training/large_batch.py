@@ -20,12 +20,11 @@ Writes bench/results/large-batch-DATE.md and .png, and large-batch-DATE-runs.jso
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bench.common.report import RESULTS
+from bench.common import report
 from bench.training import methods
 from bench.training.trials import large_batch_report, launch
 from bench.training.trials.large_batch_report import SMALLEST
@@ -72,8 +71,7 @@ def main() -> int:
     code = launch.make_all(sweep, plan, options)
     if code != 0:
         return code
-    date = datetime.date.today().isoformat()
-    stem = options.output or RESULTS / f"large-batch-{date}"
+    stem = report.stem_of(options.output, "large-batch")
     large_batch_report.write(read(options.runs), options.runs, stem, options.target)
     return 0
 

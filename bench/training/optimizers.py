@@ -18,13 +18,12 @@ Writes bench/results/optimizers-DATE.md and .png, and optimizers-DATE-runs.jsonl
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from collections.abc import Iterator, Sequence
 
 import gradwire
 
-from bench.common.report import RESULTS
+from bench.common import report
 from bench.training import methods
 from bench.training.trials import exchanges, launch, optimizers_report
 from bench.training.trials.trial import Outcome, Trial, best_rate, read
@@ -74,8 +73,7 @@ def main() -> int:
     if code != 0:
         return code
     made = read(options.runs)
-    date = datetime.date.today().isoformat()
-    optimizers_report.write(made, options.runs, options.output or RESULTS / f"optimizers-{date}")
+    optimizers_report.write(made, options.runs, report.stem_of(options.output, "optimizers"))
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import Any
 
 from bench.common import job, report
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 from bench.network import links
 from bench.training import step_report
 from bench.training.methods import PEERS, TRAINED
@@ -150,8 +148,7 @@ def _run(
 
 
 def _write(options: argparse.Namespace, found: dict[str, Any]) -> str:
-    today = datetime.date.today().isoformat()
-    stem = options.output or RESULTS / f"step-times-{today}"
+    stem = report.stem_of(options.output, "step-times")
     found["step_ms"] = {
         link: {name: each["ms"] for name, each in measured["steps"].items()}
         for link, measured in found["links"].items()

@@ -35,7 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.collectives.compare import interval
 from bench.common import report, spawned
 from bench.common.machine import OtherLoad
-from bench.common.report import RESULTS
 
 CODECS = ("none", "int8")
 CALLS = {"4 B": 1, "64 KB": 16_384, "4 MB": 1 << 20}  # elements
@@ -50,8 +49,7 @@ def main() -> int:
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10, help="of each block; default: 10")
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--output", type=Path, default=RESULTS / f"trace-cost-{today}")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     return spawned.run(options.ranks, serve, options)
 
@@ -76,12 +74,11 @@ def serve(rank: int, store: str, options: argparse.Namespace) -> None:
     if rank == 0:
         found = {"ranks": options.ranks, "rounds": options.rounds, "machine": load.describe()}
         found |= {"date": datetime.date.today().isoformat(), "rows": rows}
-        report.save(options.output, found, document(found))
-        print(document(found))
+        report.write(options.output, "trace-cost", found, document)
     dist.destroy_process_group()
 
 
-def document(found: Mapping[str, Any]) -> str:
+def document(found: Mapping[str, Any], _: str) -> str:
     """The md file."""
     return report.document("What recording a trace costs", table(found))
 

@@ -14,7 +14,6 @@ fast the machine and the links are, so other work only makes this take longer.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 import gradwire
 from gradwire._launch import launcher
 
-from bench.common.report import RESULTS, ROOT
+from bench.common.report import ROOT, stem_of
 from bench.training import images, methods, train_links, train_report
 from bench.training.methods import Method
 from bench.training.train_runs import WARM_UP, Run, read_results
@@ -93,7 +92,7 @@ def parse_options() -> argparse.Namespace:
         "--output",
         type=Path,
         help="of the report, without a suffix",
-        default=RESULTS / f"train-{datetime.date.today().isoformat()}",
+        default=stem_of(None, "train"),
     )
     how.add_argument("--plan", type=Path, help=argparse.SUPPRESS)  # set for the ranks
     how.add_argument("--store", help=argparse.SUPPRESS)

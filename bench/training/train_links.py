@@ -55,10 +55,9 @@ def write(results: Sequence[Result], step_times: Path, output: Path) -> None:
     setting = _setting(results, found["batch"], found["ranks"])
     composed = {link: lines_on(setting, found["step_ms"][link]) for link in _links(found)}
     stem = output.with_name(output.name + "-seconds")
-    stem.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(_document(setting, composed, step_times.name, stem.name)) + "\n"
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
-    _draw(composed, stem.with_suffix(".png"))
+    report.save(stem, None, text)
+    _draw(composed, report.beside(stem, ".png"))
     print(text)
 
 

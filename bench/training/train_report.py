@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,15 +107,12 @@ def feeds_back(method: str) -> bool:
 
 def write(results: Sequence[Result], output: Path) -> None:
     """Writes output.json, .md and .png; prints the tables."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     found = [{**each._asdict(), "run": each.run._asdict()} for each in results]
-    lines = ",\n".join(json.dumps(each) for each in found)
-    output.with_suffix(".json").write_text(f"[\n{lines}\n]\n")
     compared = [each for each in settings_of(results) if len(each.methods) > 1]
     text = "\n".join(_document(results, compared, output.name)) + "\n"
-    output.with_suffix(".md").write_text(text, encoding="utf-8")
+    report.save(output, {"results": found}, text)
     if compared:
-        draw(compared, output.with_suffix(".png"))
+        draw(compared, report.beside(output, ".png"))
     print(text)
 
 

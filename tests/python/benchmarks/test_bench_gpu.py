@@ -62,7 +62,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
 
 
 def test_results_go_into_a_folder_or_beside_a_name(tmp_path: Path) -> None:
-    assert gpu._stem("").parent == gpu.RESULTS
+    assert gpu._stem("").parent == report.RESULTS
     assert gpu._stem(str(tmp_path)) == tmp_path / "gpu"
     assert gpu._stem(f"{tmp_path}/new/") == tmp_path / "new/gpu"
     assert gpu._stem(str(tmp_path / "h200.1")) == tmp_path / "h200.1"

@@ -57,5 +57,5 @@ def test_the_document_counts_close_cases(tmp_path: Path) -> None:
     text = step_check.document(found, "it")
     assert "1 of 2 cases are predicted within 20%" in text
     assert "| mlp | 1gbit | int8 | 10.0 | 79.0 | 100.0 | -21% |" in text
-    step_check.draw(rows, tmp_path / "it.png")
+    step_check.draw({"cases": rows}, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 1000

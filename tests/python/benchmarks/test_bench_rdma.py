@@ -38,7 +38,7 @@ def turns(what: str, nbytes: int, **numbers: list[float]) -> list[dict[str, Any]
 def rows(*lines: dict[str, Any]) -> list[list[str]]:
     found = {"date": "2020-01-01", "machine": "a machine", "device": "rxe0", "rounds": 3}
     found |= {"command": "-m bench.network.rdma", "cases": rdma.cases_of(lines)}
-    lines = rdma.document(found).splitlines()[6:]
+    lines = rdma.document(found, "rdma").splitlines()[6:]
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
 
 

@@ -168,7 +168,7 @@ def test_the_report_compares_seed_by_seed(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert (tmp_path / "train.md").read_text(encoding="utf-8") + "\n" == text
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((tmp_path / "train.json").read_text())) == len(found)
+    assert len(json.loads((tmp_path / "train.json").read_text())["results"]) == len(found)
     assert "| gradwire none | 91.50 ± 0.71 | – | 0.3000 ± 0.0000 | 6.0 | 1.0× | 1.0× |" in text
     assert "| gradwire int8 with feedback | 10.00 | −81.00 | not finite | 1.5 | 4.0× |" in text
     goal, control = row_of(text, "onebit")
