@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from gradwire._base import environment
+from gradwire._tools import cli
 
 
 def write(folder: Path) -> None:
@@ -27,17 +28,7 @@ def variables() -> list[str]:
 def commands() -> list[str]:
     """Return a section with the help of each command."""
     lines = []
-    for name in (
-        "run",
-        "serve",
-        "doctor",
-        "tune",
-        "bench",
-        "advise",
-        "simulate",
-        "trace",
-        "schedule",
-    ):
+    for name in cli.command_names():
         lines += [f"## gradwire {name}", "", "```", _help(name), "```", ""]
     return lines
 

@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
+def command_names() -> list[str]:
+    """Returns the names of the commands, in the order of `gradwire --help`."""
+    (names,) = (each.choices for each in _parser()._actions if isinstance(each.choices, dict))
+    return [*names]
+
+
 def _say(error: Exception, code: int) -> int:
     print(f"gradwire: {error}", file=sys.stderr)
     return code

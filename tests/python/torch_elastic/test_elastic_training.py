@@ -21,7 +21,7 @@ from elastic_team import Plan, Team
 from gradwire.torch import elastic
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch._ranks.ranks import Ranks
-from gradwire.torch.elastic.session import _reach
+from gradwire.torch.elastic.session import _communicator_of
 from torch import nn
 from trainer_options import grouped
 
@@ -272,7 +272,7 @@ def test_ranks_that_differ_are_named_and_mended(victim: int, told: list[str]) ->
 def test_the_last_ranks_of_a_communicator_have_joined_it() -> None:
     for rank in range(4):
         comm = mock.Mock(spec=gradwire.Communicator, rank=rank, size=4, joined=1)
-        assert _reach(Ranks(comm)) == (comm, rank == 3)
+        assert _communicator_of(Ranks(comm)) == (comm, rank == 3)
 
 
 def left_after_changes(comm: gradwire.Communicator, changes: int) -> list[Any]:
