@@ -105,13 +105,13 @@ cuda: build $(VENV)/test-packages
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.
 faults: build $(VENV)/test-packages
-	PYTHONPATH=tests:tests/python/support $(BIN)/python -m faults$(if $(KIND),.$(KIND)) --count $(COUNT) \
+	$(BIN)/python -m tests.faults$(if $(KIND),.$(KIND)) --count $(COUNT) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # In a copy of what is committed. ARGS: of the run over Python, such as `--only torch/elastic`.
 mutants: build $(VENV)/test-packages
-	PYTHONPATH=tests $(BIN)/python -m mutants.python --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
-	PYTHONPATH=tests $(BIN)/python -m mutants.cpp
+	$(BIN)/python -m tests.mutants.python --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(BIN)/python -m tests.mutants.cpp
 
 MINUTES ?= 120
 soak: build $(VENV)/test-packages

@@ -1,7 +1,7 @@
-"""`PYTHONPATH=tests python -m faults`: see `campaign`."""
+"""`python -m tests.faults`: see `campaign`."""
 
 import sys
 
-from faults.campaign import main
+from tests.faults.campaign import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m faults`: runs many random cases, some at a time, and says what went wrong."""
+"""`python -m tests.faults`: runs many random cases, some at a time, and says what went wrong."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from faults.cases import KINDS, make_case
-from faults.judge import bit, latency, problems
-from faults.options import add_choice, campaign_parser, numbers_of
-from faults.report import Result, report
-from faults.supervisor import run_case
+from tests.faults.cases import KINDS, make_case
+from tests.faults.judge import bit, latency, problems
+from tests.faults.options import add_choice, campaign_parser, numbers_of
+from tests.faults.report import Result, report
+from tests.faults.supervisor import run_case
 
 _MOST_SHOWN = 3  # problems of one case; --only shows all
 
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _publish(options: argparse.Namespace, results: list[Result], seconds: float) -> None:
-    command = f"python -m faults --count {options.count} --seed {options.seed}"
+    command = f"python -m tests.faults --count {options.count} --seed {options.seed}"
     command += f" --kind {options.kind}" if options.kind else ""
     text = report(command, options.jobs, results, seconds)
     print(text)
@@ -42,7 +42,7 @@ def _publish(options: argparse.Namespace, results: list[Result], seconds: float)
 
 
 def _options() -> argparse.Namespace:
-    parser = campaign_parser("faults", __doc__, count=200)
+    parser = campaign_parser("tests.faults", __doc__, count=200)
     add_choice(parser, jobs=3 * (os.cpu_count() or 1))
     parser.add_argument("--kind", choices=KINDS, help="this kind of fault in every case")
     parser.add_argument("--report", metavar="FILE", help="where to write the table, too")
@@ -77,7 +77,7 @@ def _show(options: argparse.Namespace, result: Result) -> None:
     again = f"--seed {case.seed} --only {case.number}"
     again += f" --kind {options.kind}" if options.kind else ""
     print(f"\ncase {case.number} ({case.transport}, {case.ranks} ranks): {case.fault}")
-    print(f"  again: PYTHONPATH=tests python -m faults {again}")
+    print(f"  again: python -m tests.faults {again}")
     if options.only is not None:
         for index, call in enumerate(case.calls):
             print(f"  call {index}: {call}")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from gradwire import algorithms
 
-from faults.calls import COLLECTIVES, COLUMNS, REDUCING, ROOTED, SHIFT, Call
-from faults.schedules import random_schedule
+from tests.faults.calls import COLLECTIVES, COLUMNS, REDUCING, ROOTED, SHIFT, Call
+from tests.faults.schedules import random_schedule
 
 TRANSPORTS = ("inproc", "shm", "tcp", "mixed")
 _PROCESSES = ("shm", "tcp", "mixed")

@@ -1,4 +1,4 @@
-"""`python -m faults.elastic`: ranks of a job die, stop and join; the others stay bit-identical."""
+"""`python -m tests.faults.elastic`: ranks die, stop and join; the others stay bit-identical."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 
-from faults.elastic_cases import KINDS, Case, Event, make_case
-from faults.options import add_choice, campaign_parser, numbers_of
-from faults.ranks import die_with_parent
+from tests.faults.elastic_cases import KINDS, Case, Event, make_case
+from tests.faults.options import add_choice, campaign_parser, numbers_of
+from tests.faults.ranks import die_with_parent
 
 _SECRET = "0123456789abcdef"
 _LIMIT = 120.0  # seconds for each thing that is waited for, however busy the machine
@@ -369,7 +369,7 @@ def _judged(seed: int, number: int) -> Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = campaign_parser("faults.elastic", __doc__, count=100)
+    parser = campaign_parser("tests.faults.elastic", __doc__, count=100)
     add_choice(parser, jobs=2 * (os.cpu_count() or 1))
     options = parser.parse_args()
     print(f"seed {options.seed}: {options.count} cases, {options.jobs} at a time", flush=True)
@@ -383,7 +383,7 @@ def main() -> int:
             if result.problems:
                 print(f"\n{result.case}", *result.problems, sep="\n  PROBLEM ", flush=True)
                 again = f"--seed {options.seed} --only {result.case.number}"
-                print(f"  again: PYTHONPATH=tests python -m faults.elastic {again}", flush=True)
+                print(f"  again: python -m tests.faults.elastic {again}", flush=True)
     events = collections.Counter(event.kind for each in results for event in each.case.events)
     failed = sum(bool(each.problems) for each in results)
     print(f"{len(results)} cases, {failed} with problems, in {time.monotonic() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""`python -m faults.elastic_training`: processes die, stop and join at random while others train.
+"""`python -m tests.faults.elastic_training`: processes die, stop and join while others train.
 
 A case is one event at a random moment in a training of two to five processes that goes on from case
 to case: a process is killed, two are killed at once, one is stopped for longer than the timeout,
@@ -18,7 +18,7 @@ from collections import Counter
 
 from elastic_team import Member, Plan, Team
 
-from faults.options import campaign_parser
+from tests.faults.options import campaign_parser
 
 LEAST, MOST = 2, 5
 EVENTS = ("kill", "kill two", "stop", "join", "kill joiner", "kill and join")
@@ -109,7 +109,7 @@ def _job(seed: int, first: int, last: int, counts: Counter[str], gpu: bool) -> l
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = campaign_parser("faults.elastic_training", __doc__, count=100)
+    parser = campaign_parser("tests.faults.elastic_training", __doc__, count=100)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first case")
     parser.add_argument("--gpu", action="store_true", help="with models on simulated GPUs")
     options = parser.parse_args()

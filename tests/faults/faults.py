@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 from typing import Protocol
 
-from faults.cases import Case
-from faults.taps import (
+from tests.faults.cases import Case
+from tests.faults.taps import (
     ArenaTap,
     BitTap,
     MessageTap,
@@ -18,7 +18,7 @@ from faults.taps import (
     foreign_frame,
     truncate,
 )
-from faults.wires import Wire
+from tests.faults.wires import Wire
 
 _TRIES = 50  # for a frame that waits in shared memory
 _RETRY_SECONDS = 0.002

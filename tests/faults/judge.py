@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from gradwire._host.encryption import Setting, setting
 from stopwatch import queued_since
 
-from faults.cases import SET_UP, Case
-from faults.ranks import Outcome
-from faults.supervisor import Finished
+from tests.faults.cases import SET_UP, Case
+from tests.faults.ranks import Outcome
+from tests.faults.supervisor import Finished
 
 _TYPED = ("TransportError", "Timeout", "Aborted", "InvalidArgument", "RendezvousError")
 _LOAD_SECONDS = 2.0  # by which a busy machine may make a rank late besides, as by its memory

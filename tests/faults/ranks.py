@@ -18,8 +18,8 @@ from gradwire._bootstrap.mesh import Mesh
 from gradwire._communicator import from_mesh
 from stopwatch import queued_threads
 
-from faults.calls import SHIFT, Call, Pending
-from faults.cases import IN_RANK, SET_UP, Case
+from tests.faults.calls import SHIFT, Call, Pending
+from tests.faults.cases import IN_RANK, SET_UP, Case
 
 _MOST_IN_FLIGHT = 4
 _SHRINK_SECONDS = 2.0

@@ -7,7 +7,7 @@ import os
 import platform
 from dataclasses import dataclass
 
-from faults.cases import KINDS, TRANSPORTS, Case
+from tests.faults.cases import KINDS, TRANSPORTS, Case
 
 
 @dataclass(frozen=True)

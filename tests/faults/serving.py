@@ -1,4 +1,4 @@
-"""`python -m faults.serving`: random faults of a parameter server's servers and clients."""
+"""`python -m tests.faults.serving`: random faults of a parameter server's servers and clients."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gradwire._bootstrap.launch_info import DEFAULT_JOB
 from gradwire._bootstrap.store import parse_address
 from gradwire._bootstrap.store_server import StoreServer
 
-from faults.options import add_choice, campaign_parser, numbers_of
-from faults.serving_cases import CLIENTS, SHARDS, Case, make_case
-from faults.serving_judge import problems
-from faults.serving_processes import Client, Process, server
+from tests.faults.options import add_choice, campaign_parser, numbers_of
+from tests.faults.serving_cases import CLIENTS, SHARDS, Case, make_case
+from tests.faults.serving_judge import problems
+from tests.faults.serving_processes import Client, Process, server
 
 _LIMIT = 90.0  # seconds for each thing that is waited for, however busy the machine
 _STEPS_AFTER = 5  # that the others must make after the fault
@@ -180,7 +180,7 @@ def _numbered(seed: int, number: int) -> Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = campaign_parser("faults.serving", __doc__, count=200)
+    parser = campaign_parser("tests.faults.serving", __doc__, count=200)
     add_choice(parser, jobs=os.cpu_count() or 1)
     options = parser.parse_args()
     numbers = numbers_of(options)

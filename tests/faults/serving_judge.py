@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from faults.serving_cases import SHARDS, Case
-from faults.serving_processes import Outcome, Process
+from tests.faults.serving_cases import SHARDS, Case
+from tests.faults.serving_processes import Outcome, Process
 
 _LONGEST_STEP = 30.0  # seconds, on any machine; half of what a lost answer would take
 _PAIR = re.compile(r"\brank \d")  # a rank of a pair, which means nothing to a reader

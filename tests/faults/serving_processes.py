@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from gradwire import serve
 
-from faults.ranks import die_with_parent
-from faults.serving_cases import SHARDS, Case
+from tests.faults.ranks import die_with_parent
+from tests.faults.serving_cases import SHARDS, Case
 
 _SNAPSHOT_SECONDS = 0.05
 _RECONNECT_SECONDS = 60.0

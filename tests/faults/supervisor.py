@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from gradwire._bootstrap.mesh import Mesh, inproc_meshes
 from stopwatch import queued_threads
 
-from faults.cases import Case
-from faults.faults import Outside
-from faults.ranks import Outcome, die_with_parent, serve
-from faults.wires import Wire, Wiring, connect
+from tests.faults.cases import Case
+from tests.faults.faults import Outside
+from tests.faults.ranks import Outcome, die_with_parent, serve
+from tests.faults.wires import Wire, Wiring, connect
 
 _BEFORE_FAULT = 60.0  # seconds, for a busy machine; healthy ranks need a fraction of one
 _AFTER_FAULT = 60.0  # the same, on top of the operations' own timeout

@@ -14,14 +14,14 @@ import pytest
 from gradwire import _core
 from gradwire._arrays.operands import REDUCIBLE
 
-from faults.calls import REDUCING
-from faults.cases import _DISAGREEMENTS, _LOSSY, KINDS, Case, make_case
-from faults.judge import problems
-from faults.ranks import Outcome, Resources
-from faults.supervisor import Finished
+from tests.faults.calls import REDUCING
+from tests.faults.cases import _DISAGREEMENTS, _LOSSY, KINDS, Case, make_case
+from tests.faults.judge import problems
+from tests.faults.ranks import Outcome, Resources
+from tests.faults.supervisor import Finished
 
 CASES = 60
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
@@ -29,11 +29,8 @@ TESTS = Path(__file__).parents[1]
 def test_no_hang_no_wrong_result_no_leak() -> None:
     """One seed, so that a change is judged by what it did; `make faults` draws new ones."""
     seed = os.environ.get("FAULTS_SEED") or "20261121"
-    command = [sys.executable, "-m", "faults", "--count", str(CASES), "--seed", seed]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tests.faults", "--count", str(CASES), "--seed", seed]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(ended.stdout)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +11,26 @@ from typing import Any
 import pytest
 from gradwire._bootstrap.survivor_links import SurvivorLinks
 
-from faults.elastic import Outcome, die_in_resize, problems
-from faults.elastic_cases import KINDS, TRANSPORTS, make_case
+from tests.faults.elastic import Outcome, die_in_resize, problems
+from tests.faults.elastic_cases import KINDS, TRANSPORTS, make_case
 
 CASES = 12
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
 def test_whoever_leaves_or_joins_the_others_stay_alike() -> None:
     """One seed, so that a change is judged by it; `make faults KIND=elastic` draws new ones."""
-    command = [sys.executable, "-m", "faults.elastic", "--count", str(CASES), "--seed", "20261125"]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.elastic",
+        "--count",
+        str(CASES),
+        "--seed",
+        "20261125",
+    ]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,22 +11,27 @@ from typing import Any
 
 import pytest
 
-from faults.serving_cases import KINDS, PHASES, Case, make_case
-from faults.serving_judge import problems
-from faults.serving_processes import Outcome
+from tests.faults.serving_cases import KINDS, PHASES, Case, make_case
+from tests.faults.serving_judge import problems
+from tests.faults.serving_processes import Outcome
 
 CASES = 8
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
 def test_whoever_fails_the_others_go_on() -> None:
     """One seed, so that a change is judged by it; `make faults KIND=serving` draws new ones."""
-    command = [sys.executable, "-m", "faults.serving", "--count", str(CASES), "--seed", "20261123"]
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.serving",
+        "--count",
+        str(CASES),
+        "--seed",
+        "20261123",
+    ]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 

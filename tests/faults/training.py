@@ -1,4 +1,4 @@
-"""`python -m faults.training`: random faults in training over the backend of torch.distributed.
+"""`python -m tests.faults.training`: faults in training over the backend of torch.distributed.
 
 Four ranks train on one group or on a 2-D mesh; see `torch_cases`.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch_cases import Case, make_case, outcomes, problems
 
-from faults.options import add_choice, campaign_parser, numbers_of
+from tests.faults.options import add_choice, campaign_parser, numbers_of
 
 
 class _Result(NamedTuple):
@@ -33,7 +33,7 @@ def _judged(case: Case) -> _Result:
 
 def main() -> int:
     """Runs the command; returns 0 when nothing went wrong."""
-    parser = campaign_parser("faults.training", __doc__, count=100)
+    parser = campaign_parser("tests.faults.training", __doc__, count=100)
     add_choice(parser, jobs=2)
     options = parser.parse_args()
     numbers = numbers_of(options)

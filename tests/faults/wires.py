@@ -19,7 +19,7 @@ from gradwire._bootstrap.mesh import LANES, Job, Link, Mesh, Peer
 from gradwire._host.interfaces import LOOPBACK
 from sealing import as_set, tcp_pair
 
-from faults.cases import Case
+from tests.faults.cases import Case
 
 _READ = 256 * 1024
 _FULL = 4 * _READ  # bytes that wait in a flow before it stops reading

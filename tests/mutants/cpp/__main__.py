@@ -1,7 +1,7 @@
-"""`PYTHONPATH=tests python -m mutants.cpp`: see the package."""
+"""`python -m tests.mutants.cpp`: see the package."""
 
 import sys
 
-from mutants.cpp.sample import main
+from tests.mutants.cpp.sample import main
 
 sys.exit(main())

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mutants.cpp.operators import mutants_of
-from mutants.cpp.programs import PROGRAMS
-from mutants.cpp.trial import ROOT, Trials
+from tests.mutants.cpp.operators import mutants_of
+from tests.mutants.cpp.programs import PROGRAMS
+from tests.mutants.cpp.trial import ROOT, Trials
 
 if TYPE_CHECKING:
-    from mutants.cpp.operators import Mutant
+    from tests.mutants.cpp.operators import Mutant
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mutants.cpp", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.cpp", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--count", type=int, default=40, help="mutants that are counted")
     parser.add_argument("--files", default="", help="regular expression of those to mutate")

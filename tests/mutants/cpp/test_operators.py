@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mutants.cpp.operators import mutants_of
-from mutants.cpp.programs import PROGRAMS
-from mutants.cpp.sample import _equivalents
-from mutants.cpp.trial import ROOT
+from tests.mutants.cpp.operators import mutants_of
+from tests.mutants.cpp.programs import PROGRAMS
+from tests.mutants.cpp.sample import _equivalents
+from tests.mutants.cpp.trial import ROOT
 
 _SOURCE = """\
 #include <a> // 1 < 2

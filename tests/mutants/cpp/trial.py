@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mutants.cpp.operators import Mutant
+    from tests.mutants.cpp.operators import Mutant
 
 ROOT = Path(__file__).parents[3]
 SOURCE, BUILD = ROOT / "build/mutants/cpp/source", ROOT / "build/mutants/cpp/build"

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests python -m mutants.python`: whether tests notice small changes in the code.
+"""`python -m tests.mutants.python`: whether tests notice small changes in the code.
 
 A random sample of mutants, each with the tests that `TESTS` has for its file. They run in copies of
 what is committed, so that the working tree stays as it is. (mutmut runs tests in one process, which
@@ -12,9 +12,9 @@ import random
 import sys
 from collections import Counter
 
-from mutants.python.sample import Mutant, mutants
-from mutants.python.selection import EQUIVALENT
-from mutants.python.trees import ROOT, Job, Tree, run
+from tests.mutants.python.sample import Mutant, mutants
+from tests.mutants.python.selection import EQUIVALENT
+from tests.mutants.python.trees import ROOT, Job, Tree, run
 
 _GOAL = 0.9  # share of mutants that tests notice
 
@@ -31,7 +31,7 @@ def _limits(trees: list[Tree], chosen: list[Mutant]) -> dict[tuple[str, ...], fl
 
 
 def _parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mutants.python", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.python", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--only", default="", help="a regular expression of files")

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mutants.python.operators import Change, changes
-from mutants.python.selection import TESTS
+from tests.mutants.python.operators import Change, changes
+from tests.mutants.python.selection import TESTS
 
 
 class Mutant(NamedTuple):

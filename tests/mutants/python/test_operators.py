@@ -6,10 +6,10 @@ import ast
 
 import pytest
 
-from mutants.python import sample
-from mutants.python.operators import changes
-from mutants.python.selection import EQUIVALENT, TESTS
-from mutants.python.trees import ROOT
+from tests.mutants.python import sample
+from tests.mutants.python.operators import changes
+from tests.mutants.python.selection import EQUIVALENT, TESTS
+from tests.mutants.python.trees import ROOT
 
 PACKAGE = ROOT / "python/gradwire"
 

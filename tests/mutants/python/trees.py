@@ -96,6 +96,8 @@ class Tree:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(self._root / "tests/python")
+        for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # the tree has its own
         os.environ["PYTHONPATH"] = str(self._root / "python")
         sys.path.insert(0, os.environ["PYTHONPATH"])
         code = 3

@@ -56,7 +56,7 @@ def test_a_failure_in_a_hook_ends_the_groups_too() -> None:
     "number", [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 40))]
 )
 def test_random_faults_in_training(number: int) -> None:
-    """A slice of `python -m faults.training`, which draws new cases."""
+    """A slice of `python -m tests.faults.training`, which draws new cases."""
     case = make_case(SEED, number)
     if case.work is torch_meshes.hybrid_shards and not HYBRID_SHARDS:
         pytest.skip("this torch's FSDP2 cannot replicate shards on the CPU")
