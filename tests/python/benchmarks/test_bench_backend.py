@@ -107,7 +107,8 @@ def test_most_weights_are_in_linear_layers(name: str):
     assert labels.max() < networks.CLASSES
 
 
-def counted() -> None:
+@torch_ranks.on_ranks(2)
+def test_volumes_are_those_of_the_plan() -> None:
     from bench.torch_backend import hybrid_ranks
 
     network = networks.vgg_like()
@@ -116,10 +117,6 @@ def counted() -> None:
     size = torch.distributed.get_world_size()
     assert found["activations"] == size * 5 * (256 + 2048)
     assert found["weights"] - found["data_weights"] == 257 * 2048 + 2049 * 2048
-
-
-def test_volumes_are_those_of_the_plan():
-    torch_ranks.run(2, counted)
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Communicator, InvalidArgument
-from ranks import run
+from ranks import on_ranks, run
 
 
 def total(comm: Communicator, x: Any) -> Any:
@@ -42,14 +42,12 @@ class DLPackOnly:
         return self.array.__dlpack_device__()
 
 
-def test_numpy_in_place() -> None:
-    def body(comm: Communicator) -> bool:
-        x = np.arange(10, dtype=np.float32)
-        y = comm.all_reduce(x)
-        np.testing.assert_array_equal(x, np.arange(10) * 2)
-        return y is x
-
-    assert run(2, body) == [True, True]
+@on_ranks(2)
+def test_numpy_in_place(comm: Communicator) -> None:
+    x = np.arange(10, dtype=np.float32)
+    y = comm.all_reduce(x)
+    np.testing.assert_array_equal(x, np.arange(10) * 2)
+    assert y is x
 
 
 @pytest.mark.parametrize(
@@ -84,15 +82,12 @@ def test_ml_dtypes_bfloat16() -> None:
 
 @pytest.mark.parametrize("versioned", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_other_dlpack_objects_share_memory(dtype: Any, versioned: bool) -> None:
-    def body(comm: Communicator) -> Any:
-        x = torch.full((4, 2), comm.rank + 1, dtype=dtype)
-        given = DLPackOnly(x, versioned)
-        assert comm.all_reduce(given) is given
-        return x
-
-    for x in run(2, body):
-        assert torch.equal(x, torch.full((4, 2), 3, dtype=dtype))
+@on_ranks(2)
+def test_other_dlpack_objects_share_memory(comm: Communicator, dtype: Any, versioned: bool) -> None:
+    x = torch.full((4, 2), comm.rank + 1, dtype=dtype)
+    given = DLPackOnly(x, versioned)
+    assert comm.all_reduce(given) is given
+    assert torch.equal(x, torch.full((4, 2), 3, dtype=dtype))
 
 
 def test_dlpack_results_are_numpy() -> None:
@@ -153,13 +148,11 @@ class Handmade:
         return 1, 0
 
 
-def test_a_capsule_made_by_hand() -> None:
-    def body(comm: Communicator) -> list[float]:
-        x = Handmade()
-        comm.all_reduce(x)
-        return x.memory.tolist()
-
-    assert run(2, body) == [[2] * 4] * 2
+@on_ranks(2)
+def test_a_capsule_made_by_hand(comm: Communicator) -> None:
+    x = Handmade()
+    comm.all_reduce(x)
+    assert x.memory.tolist() == [2] * 4
 
 
 @pytest.mark.parametrize(
@@ -217,14 +210,12 @@ def test_several_arrays_are_one_operation() -> None:
     assert run(2, body) == [each.frames_sent for each in alone_sends]
 
 
-def test_tensors_that_require_grad() -> None:
-    def body(comm: Communicator) -> None:
-        p = torch.nn.Parameter(torch.ones(3))
-        comm.all_reduce(p)
-        assert torch.equal(p.detach(), torch.full((3,), 2.0))
-        assert p.requires_grad
-
-    run(2, body)
+@on_ranks(2)
+def test_tensors_that_require_grad(comm: Communicator) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    comm.all_reduce(p)
+    assert torch.equal(p.detach(), torch.full((3,), 2.0))
+    assert p.requires_grad
 
 
 def test_autograd_notices_the_write() -> None:
@@ -321,21 +312,19 @@ def test_dtypes_that_differ_are_named() -> None:
     alone(body)
 
 
-def test_lengths_that_differ_are_named() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="x has 3 elements and out has 4"):
-            comm.all_reduce(np.zeros(3), out=np.zeros(4))
-        with pytest.raises(InvalidArgument, match="x has 1 arrays and out has 2"):
-            comm.all_reduce([np.zeros(3)], out=[np.zeros(3), np.zeros(3)])
-        with pytest.raises(InvalidArgument, match="cannot be cut into 2 equal blocks"):
-            comm.reduce_scatter(np.zeros(3))
-        with pytest.raises(InvalidArgument, match="3 arrays: give one for each of 2 ranks"):
-            comm.reduce_scatter([np.zeros(1)] * 3)
-        with pytest.raises(InvalidArgument, match=r"has 4 elements.* 3$"):
-            comm.all_gather(np.zeros(3), out=np.zeros(8))
-        assert not comm.closed
-
-    run(2, body)
+@on_ranks(2)
+def test_lengths_that_differ_are_named(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match="x has 3 elements and out has 4"):
+        comm.all_reduce(np.zeros(3), out=np.zeros(4))
+    with pytest.raises(InvalidArgument, match="x has 1 arrays and out has 2"):
+        comm.all_reduce([np.zeros(3)], out=[np.zeros(3), np.zeros(3)])
+    with pytest.raises(InvalidArgument, match="cannot be cut into 2 equal blocks"):
+        comm.reduce_scatter(np.zeros(3))
+    with pytest.raises(InvalidArgument, match="3 arrays: give one for each of 2 ranks"):
+        comm.reduce_scatter([np.zeros(1)] * 3)
+    with pytest.raises(InvalidArgument, match=r"has 4 elements.* 3$"):
+        comm.all_gather(np.zeros(3), out=np.zeros(8))
+    assert not comm.closed
 
 
 @pytest.mark.parametrize(
@@ -355,7 +344,8 @@ def test_what_cannot_be_added_is_refused_with_the_list(dtype: Any, named: str) -
 @pytest.mark.parametrize(
     "dtype", [np.complex128, np.bool_, ">f4", "U3", [("a", np.int16), ("b", np.float64)], "M8[s]"]
 )
-def test_any_dtype_can_be_moved(dtype: Any) -> None:
+@on_ranks(3)
+def test_any_dtype_can_be_moved(comm: Communicator, dtype: Any) -> None:
     values = np.frombuffer(bytes(range(97, 97 + 120)), np.uint8)
 
     def make(rank: int) -> np.ndarray:
@@ -366,24 +356,19 @@ def test_any_dtype_can_be_moved(dtype: Any) -> None:
             return np.array([True, False, bool(rank), True])
         return np.roll(values, rank)[: 5 * itemsize].copy().view(dtype)
 
-    def body(comm: Communicator) -> None:
-        gathered = comm.all_gather(make(comm.rank))
-        assert gathered.dtype == np.dtype(dtype)
-        assert gathered.tobytes() == b"".join(make(rank).tobytes() for rank in range(comm.size))
-        x = make(comm.rank)
-        assert comm.broadcast(x, root=1).tobytes() == make(1).tobytes()
-
-    run(3, body)
+    gathered = comm.all_gather(make(comm.rank))
+    assert gathered.dtype == np.dtype(dtype)
+    assert gathered.tobytes() == b"".join(make(rank).tobytes() for rank in range(comm.size))
+    x = make(comm.rank)
+    assert comm.broadcast(x, root=1).tobytes() == make(1).tobytes()
 
 
-def test_torch_bool_and_complex_can_be_moved() -> None:
-    def body(comm: Communicator) -> None:
-        x = torch.tensor([True, bool(comm.rank)])
-        assert comm.all_gather(x).tolist() == [True, False, True, True]
-        z = torch.tensor([complex(1, comm.rank)])
-        assert torch.equal(comm.all_gather(z), torch.tensor([1 + 0j, 1 + 1j]))
-
-    run(2, body)
+@on_ranks(2)
+def test_torch_bool_and_complex_can_be_moved(comm: Communicator) -> None:
+    x = torch.tensor([True, bool(comm.rank)])
+    assert comm.all_gather(x).tolist() == [True, False, True, True]
+    z = torch.tensor([complex(1, comm.rank)])
+    assert torch.equal(comm.all_gather(z), torch.tensor([1 + 0j, 1 + 1j]))
 
 
 @pytest.mark.parametrize(
@@ -429,30 +414,26 @@ def test_a_device_is_refused_by_its_dlpack_type(kind: int, said: str) -> None:
     alone(body)
 
 
-def test_overlap_of_what_is_written_is_refused() -> None:
+@on_ranks(2)
+def test_overlap_of_what_is_written_is_refused(comm: Communicator) -> None:
     x = np.zeros(8, np.float32)
 
-    def body(comm: Communicator) -> None:
-        calls = [
-            lambda: comm.all_reduce([x[:5], x[4:]]),
-            lambda: comm.all_reduce([x, x]),
-            lambda: comm.all_reduce(x[:4], out=x[2:6]),
-            lambda: comm.all_gather(x[1:5], out=x),
-            lambda: comm.all_to_all(x, out=x),
-        ]
-        for call in calls:
-            with pytest.raises(InvalidArgument, match="overlap"):
-                call()
-        assert not comm.closed
-
-    run(2, body)
+    calls = [
+        lambda: comm.all_reduce([x[:5], x[4:]]),
+        lambda: comm.all_reduce([x, x]),
+        lambda: comm.all_reduce(x[:4], out=x[2:6]),
+        lambda: comm.all_gather(x[1:5], out=x),
+        lambda: comm.all_to_all(x, out=x),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match="overlap"):
+            call()
+    assert not comm.closed
 
 
-def test_a_block_may_be_gathered_in_its_place() -> None:
-    def body(comm: Communicator) -> list[int]:
-        out = np.zeros(6, np.int64)
-        own = out[2 * comm.rank : 2 * comm.rank + 2]
-        own[:] = comm.rank + 1
-        return comm.all_gather(own, out=out).tolist()
-
-    assert run(3, body) == [[1, 1, 2, 2, 3, 3]] * 3
+@on_ranks(3)
+def test_a_block_may_be_gathered_in_its_place(comm: Communicator) -> None:
+    out = np.zeros(6, np.int64)
+    own = out[2 * comm.rank : 2 * comm.rank + 2]
+    own[:] = comm.rank + 1
+    assert comm.all_gather(own, out=out).tolist() == [1, 1, 2, 2, 3, 3]

@@ -14,54 +14,48 @@ import torch
 from gradwire import Aborted, Communicator, InvalidArgument, Timeout, Work
 from gradwire._bootstrap.mesh import inproc_meshes
 from gradwire._communicator import from_mesh
-from ranks import eventually, outcomes, run
+from ranks import eventually, on_ranks, outcomes, run
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
-def test_many_in_flight_finish_in_any_order_of_waiting(transport: str) -> None:
-    def body(comm: Communicator) -> None:
-        xs = [np.full(1 + 10_000 * i, i + comm.rank, np.float32) for i in range(8)]
-        works = [comm.all_reduce(x, async_op=True) for x in xs]
-        for i in (7, 0, 3, 1, 2, 6, 5, 4):
-            assert works[i].wait() is xs[i]
-            np.testing.assert_array_equal(xs[i], 3 * i + 3)
-            assert works[i].done()
-
-    run(3, body, transport=transport)
+@on_ranks(3)
+def test_many_in_flight_finish_in_any_order_of_waiting(comm: Communicator, transport: str) -> None:
+    xs = [np.full(1 + 10_000 * i, i + comm.rank, np.float32) for i in range(8)]
+    works = [comm.all_reduce(x, async_op=True) for x in xs]
+    for i in (7, 0, 3, 1, 2, 6, 5, 4):
+        assert works[i].wait() is xs[i]
+        np.testing.assert_array_equal(xs[i], 3 * i + 3)
+        assert works[i].done()
 
 
-def test_wait_returns_what_the_call_would() -> None:
-    def body(comm: Communicator) -> None:
-        x = torch.tensor([float(comm.rank)])
-        works: dict[str, Work] = {
-            "all_gather": comm.all_gather(x, async_op=True),
-            "reduce_scatter": comm.reduce_scatter(torch.ones(2, 3), async_op=True),
-            "reduce": comm.reduce(x.clone(), root=1, async_op=True),
-            "gather": comm.gather(x, async_op=True),
-            "barrier": comm.barrier(async_op=True),
-            "all_to_all": comm.all_to_all(torch.arange(2) + 2 * comm.rank, async_op=True),
-            "broadcast": comm.broadcast(x.clone(), root=1, async_op=True),
-        }
-        found = {name: work.wait() for name, work in works.items()}
-        assert found["all_gather"].tolist() == [0, 1]
-        assert found["reduce_scatter"].tolist() == [[2, 2, 2]]
-        assert (found["reduce"] is None) == (comm.rank == 0)
-        assert (found["gather"] is None) == (comm.rank == 1)
-        assert found["barrier"] is None
-        assert found["all_to_all"].tolist() == [comm.rank, 2 + comm.rank]
-        assert found["broadcast"].tolist() == [1]
-
-    run(2, body)
+@on_ranks(2)
+def test_wait_returns_what_the_call_would(comm: Communicator) -> None:
+    x = torch.tensor([float(comm.rank)])
+    works: dict[str, Work] = {
+        "all_gather": comm.all_gather(x, async_op=True),
+        "reduce_scatter": comm.reduce_scatter(torch.ones(2, 3), async_op=True),
+        "reduce": comm.reduce(x.clone(), root=1, async_op=True),
+        "gather": comm.gather(x, async_op=True),
+        "barrier": comm.barrier(async_op=True),
+        "all_to_all": comm.all_to_all(torch.arange(2) + 2 * comm.rank, async_op=True),
+        "broadcast": comm.broadcast(x.clone(), root=1, async_op=True),
+    }
+    found = {name: work.wait() for name, work in works.items()}
+    assert found["all_gather"].tolist() == [0, 1]
+    assert found["reduce_scatter"].tolist() == [[2, 2, 2]]
+    assert (found["reduce"] is None) == (comm.rank == 0)
+    assert (found["gather"] is None) == (comm.rank == 1)
+    assert found["barrier"] is None
+    assert found["all_to_all"].tolist() == [comm.rank, 2 + comm.rank]
+    assert found["broadcast"].tolist() == [1]
 
 
-def test_blocking_calls_come_after_what_is_in_flight() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(200_000, np.float32)
-        comm.all_reduce(x, async_op=True)
-        comm.all_reduce(x)
-        assert (x == 9).all()
-
-    run(3, body)
+@on_ranks(3)
+def test_blocking_calls_come_after_what_is_in_flight(comm: Communicator) -> None:
+    x = np.ones(200_000, np.float32)
+    comm.all_reduce(x, async_op=True)
+    comm.all_reduce(x)
+    assert (x == 9).all()
 
 
 def test_arrays_live_until_the_work_is_over() -> None:
@@ -108,32 +102,28 @@ def test_a_wait_that_times_out_leaves_the_operation() -> None:
     run(2, body)
 
 
-def test_several_threads_may_wait_and_call() -> None:
-    def body(comm: Communicator) -> None:
-        works = [comm.all_reduce(np.full(5000, i), async_op=True) for i in range(6)]
-        seen: list[Any] = []
-        threads = [threading.Thread(target=lambda w=w: seen.append(w.wait()[0])) for w in works]
-        for thread in threads:
-            thread.start()
-        assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
-        for thread in threads:
-            thread.join()
-        assert sorted(seen) == [2 * i for i in range(6)]
-
-    run(2, body)
+@on_ranks(2)
+def test_several_threads_may_wait_and_call(comm: Communicator) -> None:
+    works = [comm.all_reduce(np.full(5000, i), async_op=True) for i in range(6)]
+    seen: list[Any] = []
+    threads = [threading.Thread(target=lambda w=w: seen.append(w.wait()[0])) for w in works]
+    for thread in threads:
+        thread.start()
+    assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [2 * i for i in range(6)]
 
 
-def test_close_finishes_what_is_in_flight() -> None:
-    def body(comm: Communicator) -> None:
-        xs = [np.ones(100_000, np.float32) for _ in range(4)]
-        works = [comm.all_reduce(x, async_op=True) for x in xs]
-        comm.close()
-        assert all(work.done() for work in works)
-        assert all((x == 3).all() for x in xs)
-        with pytest.raises(Aborted, match="closed"):
-            comm.all_reduce(xs[0])
-
-    run(3, body)
+@on_ranks(3)
+def test_close_finishes_what_is_in_flight(comm: Communicator) -> None:
+    xs = [np.ones(100_000, np.float32) for _ in range(4)]
+    works = [comm.all_reduce(x, async_op=True) for x in xs]
+    comm.close()
+    assert all(work.done() for work in works)
+    assert all((x == 3).all() for x in xs)
+    with pytest.raises(Aborted, match="closed"):
+        comm.all_reduce(xs[0])
 
 
 @pytest.mark.parametrize("is_under_way", [False, True])
@@ -194,13 +184,11 @@ def test_ctrl_c_ends_a_blocked_call_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_is_a_positive_number(timeout: float) -> None:
-    def body(comm: Communicator) -> None:
-        for call in (comm.barrier, comm.close, comm.barrier(async_op=True).wait):
-            with pytest.raises(InvalidArgument, match="timeout"):
-                call(timeout=timeout)
-
-    run(1, body)
+@on_ranks(1)
+def test_a_timeout_is_a_positive_number(comm: Communicator, timeout: float) -> None:
+    for call in (comm.barrier, comm.close, comm.barrier(async_op=True).wait):
+        with pytest.raises(InvalidArgument, match="timeout"):
+            call(timeout=timeout)
 
 
 def test_the_error_of_an_operation_is_raised_by_wait() -> None:

@@ -11,31 +11,33 @@ from gradwire import Communicator
 SMALL, LARGE = 4, 4_000_000  # elements
 
 
-def test_small_arrays_are_doubled_and_large_ones_halved() -> None:
-    def body(comm: Communicator) -> list[str]:
-        hosts = comm._butterflies
-        return [hosts.of(4 * elements, comm.cost_model) for elements in (SMALL, LARGE)]
-
-    assert ranks.run(8, body) == [["recursive_doubling", "halving_doubling"]] * 8
+@ranks.on_ranks(8)
+def test_small_arrays_are_doubled_and_large_ones_halved(comm: Communicator) -> None:
+    hosts = comm._butterflies
+    assert [hosts.of(4 * elements, comm.cost_model) for elements in (SMALL, LARGE)] == [
+        "recursive_doubling",
+        "halving_doubling",
+    ]
 
 
 @pytest.mark.parametrize("elements", [SMALL, 100_000])
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_butterfly_has_the_bits_of_what_it_stands_for(elements: int, codec: str) -> None:
-    def body(comm: Communicator) -> bool:
-        x = np.random.default_rng(comm.rank).standard_normal(elements).astype(np.float32)
-        stands_for = "halving_doubling"
-        if codec == "none":
-            stands_for = comm._butterflies.of(x.nbytes, comm.cost_model)
-        names = (*["butterfly"] * 4, stands_for)
-        *found, expected = (
-            comm.all_reduce(x, algorithm=each, codec=codec, out=np.empty_like(x)) for each in names
-        )
-        blocks = comm.all_gather(x[:4], algorithm="butterfly")
-        same = all(np.array_equal(each, expected) for each in found)
-        return same and len(blocks) == 4 * comm.size
-
-    assert all(ranks.run(4, body))
+@ranks.on_ranks(4)
+def test_a_butterfly_has_the_bits_of_what_it_stands_for(
+    comm: Communicator, elements: int, codec: str
+) -> None:
+    x = np.random.default_rng(comm.rank).standard_normal(elements).astype(np.float32)
+    stands_for = "halving_doubling"
+    if codec == "none":
+        stands_for = comm._butterflies.of(x.nbytes, comm.cost_model)
+    names = (*["butterfly"] * 4, stands_for)
+    *found, expected = (
+        comm.all_reduce(x, algorithm=each, codec=codec, out=np.empty_like(x)) for each in names
+    )
+    blocks = comm.all_gather(x[:4], algorithm="butterfly")
+    same = all(np.array_equal(each, expected) for each in found)
+    assert same
+    assert len(blocks) == 4 * comm.size
 
 
 def test_the_cost_model_predicts_the_faster_one() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, Schedule, ScheduleError, algorithms
 from gradwire._calls import barrier
-from ranks import nightly, run
+from ranks import nightly, on_ranks, run
 
 RANKS = (1, 2, 3, 4, *nightly(5, 8))
 TRANSPORTS: dict[str, Any] = {
@@ -140,96 +140,83 @@ def test_large_arrays(transport: str) -> None:
     run(5, body, transport=TRANSPORTS.get(transport, "inproc"))
 
 
-def test_out_leaves_the_input_alone() -> None:
-    def body(comm: Communicator) -> None:
-        x, out = whole(100, comm.rank), np.empty(100, np.float32)
-        assert comm.all_reduce(x, out=out) is out
-        np.testing.assert_array_equal(out, summed(100, 3))
-        np.testing.assert_array_equal(x, whole(100, comm.rank))
-        got = comm.reduce(x, root=1, out=out if comm.rank == 1 else None)
-        assert (got is out) == (comm.rank == 1)
-        np.testing.assert_array_equal(x, whole(100, comm.rank))
-
-    run(3, body)
+@on_ranks(3)
+def test_out_leaves_the_input_alone(comm: Communicator) -> None:
+    x, out = whole(100, comm.rank), np.empty(100, np.float32)
+    assert comm.all_reduce(x, out=out) is out
+    np.testing.assert_array_equal(out, summed(100, 3))
+    np.testing.assert_array_equal(x, whole(100, comm.rank))
+    got = comm.reduce(x, root=1, out=out if comm.rank == 1 else None)
+    assert (got is out) == (comm.rank == 1)
+    np.testing.assert_array_equal(x, whole(100, comm.rank))
 
 
-def test_blocks_keep_the_other_dimensions() -> None:
-    def body(comm: Communicator) -> None:
-        assert comm.all_gather(np.zeros((2, 3), np.int8)).shape == (6, 3)
-        assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2]
-        assert comm.reduce_scatter(np.zeros((6, 4))).shape == (2, 4)
-        assert comm.all_to_all(np.zeros((3, 5))).shape == (3, 5)
-        assert comm.scatter(np.zeros((6, 2)), out=np.zeros((2, 2))).shape == (2, 2)
-
-    run(3, body)
+@on_ranks(3)
+def test_blocks_keep_the_other_dimensions(comm: Communicator) -> None:
+    assert comm.all_gather(np.zeros((2, 3), np.int8)).shape == (6, 3)
+    assert comm.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2]
+    assert comm.reduce_scatter(np.zeros((6, 4))).shape == (2, 4)
+    assert comm.all_to_all(np.zeros((3, 5))).shape == (3, 5)
+    assert comm.scatter(np.zeros((6, 2)), out=np.zeros((2, 2))).shape == (2, 2)
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])
-def test_uneven_blocks(p: int) -> None:
+@on_ranks()
+def test_uneven_blocks(comm: Communicator, p: int) -> None:
     """Rank r's block has r² elements, so the first has none."""
+    me = comm.rank
+    own = np.full(me * me, me, np.int32)
+    outs = [np.empty(r * r, np.int32) for r in range(p)]
+    assert comm.all_gather(own, out=outs) is outs
+    for r, each in enumerate(outs):
+        np.testing.assert_array_equal(each, np.full(r * r, r))
 
-    def body(comm: Communicator) -> None:
-        me = comm.rank
-        own = np.full(me * me, me, np.int32)
-        outs = [np.empty(r * r, np.int32) for r in range(p)]
-        assert comm.all_gather(own, out=outs) is outs
-        for r, each in enumerate(outs):
-            np.testing.assert_array_equal(each, np.full(r * r, r))
+    blocks = [np.full(r * r, me + 1, np.int32) for r in range(p)]
+    got = comm.reduce_scatter(blocks)
+    np.testing.assert_array_equal(got, np.full(me * me, p * (p + 1) // 2))
 
-        blocks = [np.full(r * r, me + 1, np.int32) for r in range(p)]
-        got = comm.reduce_scatter(blocks)
-        np.testing.assert_array_equal(got, np.full(me * me, p * (p + 1) // 2))
-
-        for each in outs:
-            each[:] = -1
-        assert comm.gather(own, root=p - 1, out=outs if me == p - 1 else None) in (None, outs)
-        if me == p - 1:
-            np.testing.assert_array_equal(
-                np.concatenate(outs), np.repeat(*[range(p)], [r * r for r in range(p)])
-            )
-
-        out = np.empty(me * me, np.int32)
-        comm.scatter([np.full(r * r, r, np.int32) for r in range(p)] if me == 0 else None, out=out)
-        np.testing.assert_array_equal(out, own)
-
-        sent = [np.full(me + r, 10 * me + r, np.int32) for r in range(p)]
-        received = [np.empty(me + r, np.int32) for r in range(p)]
-        comm.all_to_all(sent, out=received)
-        for r, each in enumerate(received):
-            np.testing.assert_array_equal(each, np.full(me + r, 10 * r + me))
-
-    run(p, body)
-
-
-def test_lists_without_out_are_refused_where_sizes_are_unknown() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="out="):
-            comm.all_to_all([np.zeros(1), np.zeros(1)])
-        if comm.rank == 1:
-            with pytest.raises(InvalidArgument, match="rank 1 is not the root"):
-                comm.scatter()
-
-    run(2, body)
-
-
-def test_coalesced_arrays_of_any_lengths() -> None:
-    def body(comm: Communicator) -> None:
-        for algorithm in algorithms():
-            xs = [whole(n, comm.rank) for n in (7, 0, 1, 5000, 3)]
-            comm.all_reduce(xs, algorithm=algorithm)
-            for x in xs:
-                np.testing.assert_array_equal(x, summed(len(x), 3))
-            outs = tuple(np.empty(n, np.float32) for n in (4, 9))
-            assert comm.all_reduce([whole(4, comm.rank), whole(9, comm.rank)], out=outs) is outs
-            for x in outs:
-                np.testing.assert_array_equal(x, summed(len(x), 3))
-        pair = [whole(4, comm.rank), whole(6, comm.rank)]
-        comm.broadcast(pair, root=2)
+    for each in outs:
+        each[:] = -1
+    assert comm.gather(own, root=p - 1, out=outs if me == p - 1 else None) in (None, outs)
+    if me == p - 1:
         np.testing.assert_array_equal(
-            np.concatenate(pair), np.concatenate([whole(4, 2), whole(6, 2)])
+            np.concatenate(outs), np.repeat(*[range(p)], [r * r for r in range(p)])
         )
 
-    run(3, body)
+    out = np.empty(me * me, np.int32)
+    comm.scatter([np.full(r * r, r, np.int32) for r in range(p)] if me == 0 else None, out=out)
+    np.testing.assert_array_equal(out, own)
+
+    sent = [np.full(me + r, 10 * me + r, np.int32) for r in range(p)]
+    received = [np.empty(me + r, np.int32) for r in range(p)]
+    comm.all_to_all(sent, out=received)
+    for r, each in enumerate(received):
+        np.testing.assert_array_equal(each, np.full(me + r, 10 * r + me))
+
+
+@on_ranks(2)
+def test_lists_without_out_are_refused_where_sizes_are_unknown(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match="out="):
+        comm.all_to_all([np.zeros(1), np.zeros(1)])
+    if comm.rank == 1:
+        with pytest.raises(InvalidArgument, match="rank 1 is not the root"):
+            comm.scatter()
+
+
+@on_ranks(3)
+def test_coalesced_arrays_of_any_lengths(comm: Communicator) -> None:
+    for algorithm in algorithms():
+        xs = [whole(n, comm.rank) for n in (7, 0, 1, 5000, 3)]
+        comm.all_reduce(xs, algorithm=algorithm)
+        for x in xs:
+            np.testing.assert_array_equal(x, summed(len(x), 3))
+        outs = tuple(np.empty(n, np.float32) for n in (4, 9))
+        assert comm.all_reduce([whole(4, comm.rank), whole(9, comm.rank)], out=outs) is outs
+        for x in outs:
+            np.testing.assert_array_equal(x, summed(len(x), 3))
+    pair = [whole(4, comm.rank), whole(6, comm.rank)]
+    comm.broadcast(pair, root=2)
+    np.testing.assert_array_equal(np.concatenate(pair), np.concatenate([whole(4, 2), whole(6, 2)]))
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1], [2]], [[3, 1, 0, 2]]])
@@ -243,18 +230,16 @@ def test_hierarchical(algorithm: str, hosts: list[list[int]]) -> None:
     run(4, body, hosts=hosts)
 
 
-def test_a_codec_halves_the_bytes() -> None:
-    def body(comm: Communicator) -> tuple[int, ...]:
-        sent = []
-        for codec in ("none", "fp16"):
-            before = comm.traffic.bytes_sent
-            comm.all_reduce(np.ones(100_000, np.float32), codec=codec, algorithm="ring")
-            sent.append(comm.traffic.bytes_sent - before)
-        return tuple(sent)
-
-    for none, fp16 in run(4, body):
-        assert none == pytest.approx(2 * 3 / 4 * 400_000, rel=0.01)
-        assert fp16 == pytest.approx(none / 2, rel=0.01)
+@on_ranks(4)
+def test_a_codec_halves_the_bytes(comm: Communicator) -> None:
+    sent = []
+    for codec in ("none", "fp16"):
+        before = comm.traffic.bytes_sent
+        comm.all_reduce(np.ones(100_000, np.float32), codec=codec, algorithm="ring")
+        sent.append(comm.traffic.bytes_sent - before)
+    none, fp16 = tuple(sent)
+    assert none == pytest.approx(2 * 3 / 4 * 400_000, rel=0.01)
+    assert fp16 == pytest.approx(none / 2, rel=0.01)
 
 
 HEADER = 32
@@ -303,17 +288,15 @@ def test_repeated_calls_send_what_the_closed_form_says(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_auto_sends_little_whatever_the_density(p: int) -> None:
+@on_ranks()
+def test_auto_sends_little_whatever_the_density(comm: Communicator, p: int) -> None:
     n = 1 << 17
 
-    def body(comm: Communicator) -> None:
-        dense = sends(comm, "none", "direct", n)
-        for codec, most in GATHERED.items():
-            auto, gather, direct = (sends(comm, codec, each, n) for each in AUTO_AND_BOTH)
-            assert auto == gather if p <= most else auto < gather, codec
-            assert auto <= max(1.04 * direct, dense / 12), codec  # lengths are rounded up
-
-    run(p, body)
+    dense = sends(comm, "none", "direct", n)
+    for codec, most in GATHERED.items():
+        auto, gather, direct = (sends(comm, codec, each, n) for each in AUTO_AND_BOTH)
+        assert auto == gather if p <= most else auto < gather, codec
+        assert auto <= max(1.04 * direct, dense / 12), codec  # lengths are rounded up
 
 
 @pytest.mark.parametrize(("collective", "best"), [("reduce_scatter", "direct"), ("reduce", "star")])
@@ -331,43 +314,42 @@ def test_auto_gathers_nothing_for_those_who_do_not_want_it(collective: str, best
 
 @pytest.mark.parametrize(("codec", "words"), [("onebit", 2 / 32), ("int8", 2 / 4)])
 @pytest.mark.parametrize("p", [2, 3, 5, 9])
-def test_direct_sends_no_more_words_of_more_ranks(p: int, codec: str, words: float) -> None:
+@on_ranks()
+def test_direct_sends_no_more_words_of_more_ranks(
+    comm: Communicator, p: int, codec: str, words: float
+) -> None:
     n = 1 << 17
     scales = 2 * (n / 1024) * 8
 
-    def body(comm: Communicator) -> None:
-        for algorithm in ("auto", "direct"):
-            assert sends(comm, codec, algorithm, n) <= 4 * words * n + scales
-
-    run(p, body)
+    for algorithm in ("auto", "direct"):
+        assert sends(comm, codec, algorithm, n) <= 4 * words * n + scales
 
 
-def test_what_a_codec_cannot_do_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(4, np.float32)
-        with pytest.raises(ScheduleError, match="recursive_doubling"):
-            comm.all_reduce(x, codec="fp16", algorithm="recursive_doubling")
-        with pytest.raises(InvalidArgument, match="float32"):
-            comm.all_reduce(np.ones(4), codec="fp16")
-        with pytest.raises(InvalidArgument, match="sum"):
-            comm.all_reduce(x, codec="bf16", op="max")
-        with pytest.raises(InvalidArgument, match="none, fp16, bf16"):
-            comm.all_reduce(x, codec="fp15")
-        with pytest.raises(InvalidArgument, match="sum, avg"):
-            comm.all_reduce(x, op="mean")
-        with pytest.raises(ScheduleError, match="ring"):
-            comm.all_reduce(x, algorithm="rign")
-        for root in (-1, 2):
-            with pytest.raises(InvalidArgument, match=f"root={root}"):
-                comm.broadcast(x, root=root)
-        assert not comm.closed
-        comm.all_reduce(x)
-        assert x.tolist() == [2] * 4
-
-    run(2, body)
+@on_ranks(2)
+def test_what_a_codec_cannot_do_is_refused(comm: Communicator) -> None:
+    x = np.ones(4, np.float32)
+    with pytest.raises(ScheduleError, match="recursive_doubling"):
+        comm.all_reduce(x, codec="fp16", algorithm="recursive_doubling")
+    with pytest.raises(InvalidArgument, match="float32"):
+        comm.all_reduce(np.ones(4), codec="fp16")
+    with pytest.raises(InvalidArgument, match="sum"):
+        comm.all_reduce(x, codec="bf16", op="max")
+    with pytest.raises(InvalidArgument, match="none, fp16, bf16"):
+        comm.all_reduce(x, codec="fp15")
+    with pytest.raises(InvalidArgument, match="sum, avg"):
+        comm.all_reduce(x, op="mean")
+    with pytest.raises(ScheduleError, match="ring"):
+        comm.all_reduce(x, algorithm="rign")
+    for root in (-1, 2):
+        with pytest.raises(InvalidArgument, match=f"root={root}"):
+            comm.broadcast(x, root=root)
+    assert not comm.closed
+    comm.all_reduce(x)
+    assert x.tolist() == [2] * 4
 
 
-def test_a_schedule_of_ones_own() -> None:
+@on_ranks(3)
+def test_a_schedule_of_ones_own(comm: Communicator) -> None:
     gossip = (
         Schedule.builder("all_reduce", ranks=3, chunks=1, name="line")
         .reduce(0, src=2, dst=1, chunks=0)
@@ -377,16 +359,14 @@ def test_a_schedule_of_ones_own() -> None:
         .build()
     )
 
-    def body(comm: Communicator) -> None:
-        for schedule in (gossip, Schedule.parse(gossip.dump())):
-            x = whole(1000, comm.rank)
-            comm.all_reduce(x, schedule=schedule)
-            np.testing.assert_array_equal(x, summed(1000, 3))
-
-    run(3, body)
+    for schedule in (gossip, Schedule.parse(gossip.dump())):
+        x = whole(1000, comm.rank)
+        comm.all_reduce(x, schedule=schedule)
+        np.testing.assert_array_equal(x, summed(1000, 3))
 
 
-def test_a_wrong_schedule_says_what_is_wrong() -> None:
+@on_ranks(3)
+def test_a_wrong_schedule_says_what_is_wrong(comm: Communicator) -> None:
     forgets = (
         Schedule.builder("all_reduce", ranks=3, chunks=1, name="forgets")
         .reduce(0, src=1, dst=0, chunks=0)
@@ -394,17 +374,14 @@ def test_a_wrong_schedule_says_what_is_wrong() -> None:
         .build()
     )
 
-    def body(comm: Communicator) -> None:
-        x = np.ones(5, np.float32)
-        with pytest.raises(ScheduleError, match="rank 2"):
-            comm.all_reduce(x, schedule=forgets)
-        with pytest.raises(ScheduleError, match="4 ranks"):
-            comm.all_reduce(x, schedule=Schedule.generate("ring", 4))
-        with pytest.raises(ScheduleError, match="reduce_scatter"):
-            comm.all_reduce(x, schedule=Schedule.generate("ring", 3, collective="reduce_scatter"))
-        assert not comm.closed
-
-    run(3, body)
+    x = np.ones(5, np.float32)
+    with pytest.raises(ScheduleError, match="rank 2"):
+        comm.all_reduce(x, schedule=forgets)
+    with pytest.raises(ScheduleError, match="4 ranks"):
+        comm.all_reduce(x, schedule=Schedule.generate("ring", 4))
+    with pytest.raises(ScheduleError, match="reduce_scatter"):
+        comm.all_reduce(x, schedule=Schedule.generate("ring", 3, collective="reduce_scatter"))
+    assert not comm.closed
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 17])  # in one round, and beyond

@@ -18,7 +18,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, Timeout
-from ranks import LIMIT, Outcome, eventually, outcomes, over_processes, run
+from ranks import LIMIT, Outcome, eventually, on_ranks, outcomes, over_processes, run
 
 Call = Callable[[Communicator], Any]
 
@@ -375,12 +375,10 @@ def test_shapes_are_compared_as_the_caller_wants() -> None:
     run(1, wrong)
 
 
-def test_dimensions_of_size_one_do_not_count() -> None:
-    def body(comm: Communicator) -> None:
-        comm.all_reduce(np.zeros((1, 6) if comm.rank else (6, 1), np.float32))
-        comm.all_reduce(np.zeros(() if comm.rank else (1,), np.float32))
-
-    run(2, body)
+@on_ranks(2)
+def test_dimensions_of_size_one_do_not_count(comm: Communicator) -> None:
+    comm.all_reduce(np.zeros((1, 6) if comm.rank else (6, 1), np.float32))
+    comm.all_reduce(np.zeros(() if comm.rank else (1,), np.float32))
 
 
 def test_a_shape_that_one_rank_knows_is_new_to_the_other() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, InvalidArgument
-from ranks import Outcome, outcomes, run
+from ranks import Outcome, on_ranks, outcomes
 
 SIZES = pytest.mark.parametrize("p", [1, 2, 3, 5])
 
@@ -25,51 +25,43 @@ def assert_is_thing(found: Any, rank: int) -> None:
 
 @SIZES
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
-def test_every_rank_gets_all_objects(p: int, transport: str) -> None:
-    def body(comm: Communicator) -> None:
-        found = comm.all_gather_object(thing(comm.rank))
+@on_ranks()
+def test_every_rank_gets_all_objects(comm: Communicator, p: int, transport: str) -> None:
+    found = comm.all_gather_object(thing(comm.rank))
+    assert len(found) == p
+    for rank, each in enumerate(found):
+        assert_is_thing(each, rank)
+
+
+@SIZES
+@on_ranks()
+def test_every_rank_gets_the_roots_object(comm: Communicator, p: int) -> None:
+    for root in range(p):
+        mine = thing(root) if comm.rank == root else None
+        found = comm.broadcast_object(mine, root=root)
+        assert (found is mine) == (comm.rank == root)
+        assert_is_thing(found, root)
+
+
+@SIZES
+@on_ranks()
+def test_the_root_gets_all_objects(comm: Communicator, p: int) -> None:
+    for root in range(p):
+        found = comm.gather_object(thing(comm.rank), root=root)
+        if comm.rank != root:
+            assert found is None
+            continue
         assert len(found) == p
         for rank, each in enumerate(found):
             assert_is_thing(each, rank)
 
-    run(p, body, transport=transport)
-
 
 @SIZES
-def test_every_rank_gets_the_roots_object(p: int) -> None:
-    def body(comm: Communicator) -> None:
-        for root in range(p):
-            mine = thing(root) if comm.rank == root else None
-            found = comm.broadcast_object(mine, root=root)
-            assert (found is mine) == (comm.rank == root)
-            assert_is_thing(found, root)
-
-    run(p, body)
-
-
-@SIZES
-def test_the_root_gets_all_objects(p: int) -> None:
-    def body(comm: Communicator) -> None:
-        for root in range(p):
-            found = comm.gather_object(thing(comm.rank), root=root)
-            if comm.rank != root:
-                assert found is None
-                continue
-            assert len(found) == p
-            for rank, each in enumerate(found):
-                assert_is_thing(each, rank)
-
-    run(p, body)
-
-
-@SIZES
-def test_every_rank_gets_its_own_of_the_roots_objects(p: int) -> None:
-    def body(comm: Communicator) -> None:
-        for root in range(p):
-            mine = [thing(rank) for rank in range(p)] if comm.rank == root else None
-            assert_is_thing(comm.scatter_object(mine, root=root), comm.rank)
-
-    run(p, body)
+@on_ranks()
+def test_every_rank_gets_its_own_of_the_roots_objects(comm: Communicator, p: int) -> None:
+    for root in range(p):
+        mine = [thing(rank) for rank in range(p)] if comm.rank == root else None
+        assert_is_thing(comm.scatter_object(mine, root=root), comm.rank)
 
 
 def assert_all_refuse_and_go_on(ended: list[Outcome], words: str) -> None:
@@ -106,13 +98,11 @@ class Unspeakable:
         raise ValueError("\udcff")
 
 
-def test_a_reason_that_is_no_unicode_reaches_all_ranks() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="rank 1 cannot pickle its object: ValueError"):
-            comm.all_gather_object(Unspeakable() if comm.rank == 1 else 3)
-        assert comm.all_gather_object(comm.rank) == [0, 1]
-
-    run(2, body)
+@on_ranks(2)
+def test_a_reason_that_is_no_unicode_reaches_all_ranks(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match="rank 1 cannot pickle its object: ValueError"):
+        comm.all_gather_object(Unspeakable() if comm.rank == 1 else 3)
+    assert comm.all_gather_object(comm.rank) == [0, 1]
 
 
 @pytest.mark.parametrize("given", [None, [1, 2], [1, 2, 3, 4], "abc", {0: 1, 1: 2, 2: 3}])
@@ -134,24 +124,20 @@ class Unwelcome:
         return int, ("no number",)
 
 
-def test_what_cannot_be_unpickled_names_its_sender() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match=r"all_gather_object: what rank 1 sent cannot be"):
-            comm.all_gather_object(Unwelcome() if comm.rank == 1 else 5)
-        assert comm.all_gather_object(comm.rank) == [0, 1]
-
-    run(2, body)
+@on_ranks(2)
+def test_what_cannot_be_unpickled_names_its_sender(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match=r"all_gather_object: what rank 1 sent cannot be"):
+        comm.all_gather_object(Unwelcome() if comm.rank == 1 else 5)
+    assert comm.all_gather_object(comm.rank) == [0, 1]
 
 
-def test_objects_obey_the_timeout_and_the_communicators_end() -> None:
-    def body(comm: Communicator) -> None:
-        for timeout in (0, "soon"):
-            with pytest.raises(InvalidArgument, match="timeout="):
-                comm.all_gather_object(1, timeout=timeout)
-        with pytest.raises(InvalidArgument, match="root=2"):
-            comm.broadcast_object(1, root=2)
-        comm.close()
-        with pytest.raises(Aborted):
-            comm.all_gather_object(1)
-
-    run(2, body)
+@on_ranks(2)
+def test_objects_obey_the_timeout_and_the_communicators_end(comm: Communicator) -> None:
+    for timeout in (0, "soon"):
+        with pytest.raises(InvalidArgument, match="timeout="):
+            comm.all_gather_object(1, timeout=timeout)
+    with pytest.raises(InvalidArgument, match="root=2"):
+        comm.broadcast_object(1, root=2)
+    comm.close()
+    with pytest.raises(Aborted):
+        comm.all_gather_object(1)

@@ -10,7 +10,7 @@ import pytest
 from gradwire import Communicator, ErrorFeedback, InvalidArgument, algorithms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import nightly, run
+from ranks import nightly, on_ranks, run
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 COMPLEX = ("complex64", "complex128")
@@ -75,13 +75,11 @@ def eps_of(dtype: np.dtype) -> float:
 
 @pytest.mark.parametrize("p", [1, 2, 5, *nightly(3, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_and_ops(dtype: str, p: int) -> None:
-    def body(comm: Communicator) -> None:
-        for op in OPS:
-            for algorithm in algorithms():
-                check_op(comm, dtype, op, algorithm)
-
-    run(p, body)
+@on_ranks()
+def test_dtypes_and_ops(comm: Communicator, dtype: str, p: int) -> None:
+    for op in OPS:
+        for algorithm in algorithms():
+            check_op(comm, dtype, op, algorithm)
 
 
 def check_op(comm: Communicator, dtype: str, op: str, algorithm: str) -> None:
@@ -105,53 +103,49 @@ def check_op(comm: Communicator, dtype: str, op: str, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [*algorithms(), "gather"])
-def test_bools_are_added_as_numpy_and_torch_add_them(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        rows = np.array([[False, True, True], [False, False, True], [False, False, True]])
-        for op, expected in (("sum", [0, 1, 1]), ("prod", [0, 0, 1]), ("bxor", [0, 1, 1])):
-            x = comm.all_reduce(rows[comm.rank].copy(), op=op, algorithm=algorithm)
-            assert x.dtype == bool
-            np.testing.assert_array_equal(x, np.array(expected, bool))
-            np.testing.assert_array_equal(x.view(np.uint8), expected)
-
-    run(3, body)
+@on_ranks(3)
+def test_bools_are_added_as_numpy_and_torch_add_them(comm: Communicator, algorithm: str) -> None:
+    rows = np.array([[False, True, True], [False, False, True], [False, False, True]])
+    for op, expected in (("sum", [0, 1, 1]), ("prod", [0, 0, 1]), ("bxor", [0, 1, 1])):
+        x = comm.all_reduce(rows[comm.rank].copy(), op=op, algorithm=algorithm)
+        assert x.dtype == bool
+        np.testing.assert_array_equal(x, np.array(expected, bool))
+        np.testing.assert_array_equal(x.view(np.uint8), expected)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
-def test_complex_numbers_are_added_and_averaged(collective: str) -> None:
-    def body(comm: Communicator) -> None:
-        given = np.arange(12, dtype=np.complex64) * (1 + 2j) + comm.rank
-        for op, expected in (("sum", 0), ("avg", 1)):
-            x = given.copy()
-            got = getattr(comm, collective)(x, op=op)
-            whole = (3 * np.arange(12) * (1 + 2j) + 3) / (3 if expected else 1)
-            if collective == "reduce_scatter":
-                whole = whole.reshape(3, 4)[comm.rank]
-            if collective != "reduce" or comm.rank == 0:
-                assert got.dtype == np.complex64
-                np.testing.assert_allclose(got, whole, rtol=1e-6)
-
-    run(3, body)
+@on_ranks(3)
+def test_complex_numbers_are_added_and_averaged(comm: Communicator, collective: str) -> None:
+    given = np.arange(12, dtype=np.complex64) * (1 + 2j) + comm.rank
+    for op, expected in (("sum", 0), ("avg", 1)):
+        x = given.copy()
+        got = getattr(comm, collective)(x, op=op)
+        whole = (3 * np.arange(12) * (1 + 2j) + 3) / (3 if expected else 1)
+        if collective == "reduce_scatter":
+            whole = whole.reshape(3, 4)[comm.rank]
+        if collective != "reduce" or comm.rank == 0:
+            assert got.dtype == np.complex64
+            np.testing.assert_allclose(got, whole, rtol=1e-6)
 
 
-def test_complex_numbers_are_refused_where_they_have_no_order_and_by_codecs() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(8, np.complex64)
-        for op in ("min", "max", "prod"):
-            with pytest.raises(InvalidArgument, match=f"op '{op}' of complex64 is not defined"):
-                comm.all_reduce(x, op=op)
-        for codec in ("fp16", "onebit", "lowrank"):
-            with pytest.raises(InvalidArgument, match="needs float32, not complex64; pass its"):
-                comm.all_reduce(x, codec=codec, feedback=False)
-        feedback = ErrorFeedback()
-        with pytest.raises(InvalidArgument, match="not for all_reduce of complex64"):
-            comm.all_reduce(x, feedback=feedback, key="x")
-        pairs = x.view(np.float32)  # as they travel: a key of 16 elements
-        comm.all_reduce(pairs, codec="fp16", feedback=feedback, key="x")
-        assert feedback.residual("x").size == 16
-        np.testing.assert_array_equal(x, np.full(8, 2, np.complex64))
-
-    run(2, body)
+@on_ranks(2)
+def test_complex_numbers_are_refused_where_they_have_no_order_and_by_codecs(
+    comm: Communicator,
+) -> None:
+    x = np.ones(8, np.complex64)
+    for op in ("min", "max", "prod"):
+        with pytest.raises(InvalidArgument, match=f"op '{op}' of complex64 is not defined"):
+            comm.all_reduce(x, op=op)
+    for codec in ("fp16", "onebit", "lowrank"):
+        with pytest.raises(InvalidArgument, match="needs float32, not complex64; pass its"):
+            comm.all_reduce(x, codec=codec, feedback=False)
+    feedback = ErrorFeedback()
+    with pytest.raises(InvalidArgument, match="not for all_reduce of complex64"):
+        comm.all_reduce(x, feedback=feedback, key="x")
+    pairs = x.view(np.float32)  # as they travel: a key of 16 elements
+    comm.all_reduce(pairs, codec="fp16", feedback=feedback, key="x")
+    assert feedback.residual("x").size == 16
+    np.testing.assert_array_equal(x, np.full(8, 2, np.complex64))
 
 
 def rounded_once(inputs: list[np.ndarray], op: str, got: np.ndarray) -> bool:
@@ -210,71 +204,61 @@ def test_other_sums_of_16_bit_floats_are_rounded_once(collective: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "star", "gather"])
-def test_sums_of_float16_may_pass_its_range_on_the_way(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        x = np.full(9, [65504, 65504, -65504][comm.rank], np.float16)
-        np.testing.assert_array_equal(comm.all_reduce(x.copy(), algorithm=algorithm), 65504)
-        x = np.full(9, 65504, np.float16)
-        comm.all_reduce(x, op="avg", algorithm=algorithm)
-        np.testing.assert_array_equal(x, 65504)
-
-    run(3, body)
+@on_ranks(3)
+def test_sums_of_float16_may_pass_its_range_on_the_way(comm: Communicator, algorithm: str) -> None:
+    x = np.full(9, [65504, 65504, -65504][comm.rank], np.float16)
+    np.testing.assert_array_equal(comm.all_reduce(x.copy(), algorithm=algorithm), 65504)
+    x = np.full(9, 65504, np.float16)
+    comm.all_reduce(x, op="avg", algorithm=algorithm)
+    np.testing.assert_array_equal(x, 65504)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
-def test_averages_of_integers_are_refused_and_not_cut_off(collective: str) -> None:
-    def body(comm: Communicator) -> None:
-        x = np.full(2, comm.rank, np.int64)  # whose average is 0.5
-        with pytest.raises(
-            InvalidArgument, match=r"'avg' of int64 .*; divide the sum, or average f"
-        ):
-            getattr(comm, collective)(x, op="avg")
-        np.testing.assert_array_equal(comm.all_reduce(x) / comm.size, 0.5)
-
-    run(2, body)
+@on_ranks(2)
+def test_averages_of_integers_are_refused_and_not_cut_off(
+    comm: Communicator, collective: str
+) -> None:
+    x = np.full(2, comm.rank, np.int64)  # whose average is 0.5
+    with pytest.raises(InvalidArgument, match=r"'avg' of int64 .*; divide the sum, or average f"):
+        getattr(comm, collective)(x, op="avg")
+    np.testing.assert_array_equal(comm.all_reduce(x) / comm.size, 0.5)
 
 
-def test_types_of_one_size_are_not_mixed() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.zeros(4, np.int16 if comm.rank == 0 else np.uint16)
-        with pytest.raises(InvalidArgument, match=r"u?int16\[4\]"):
-            comm.all_reduce(x)
-
-    run(2, body)
+@on_ranks(2)
+def test_types_of_one_size_are_not_mixed(comm: Communicator) -> None:
+    x = np.zeros(4, np.int16 if comm.rank == 0 else np.uint16)
+    with pytest.raises(InvalidArgument, match=r"u?int16\[4\]"):
+        comm.all_reduce(x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("algorithm", algorithms())
-def test_min_and_max_are_ieee_754_2019(dtype: str, algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        kind = dtype_of(dtype)
-        rows = np.array([[0.0, -0.0, np.nan, 1], [-0.0, 0.0, 2, np.nan], [1, 1, 3, np.inf]], kind)
-        low = comm.all_reduce(rows[comm.rank].copy(), op="min", algorithm=algorithm)
-        assert np.array_equal(low.astype(float), [0, 0, np.nan, np.nan], equal_nan=True)
-        assert np.signbit(low[:2].astype(float)).all()
-        zeros = np.array([[0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]], kind)
-        high = comm.all_reduce(zeros[comm.rank].copy(), op="max", algorithm=algorithm)
-        assert not np.signbit(high.astype(float)).any()
-
-    run(3, body)
+@on_ranks(3)
+def test_min_and_max_are_ieee_754_2019(comm: Communicator, dtype: str, algorithm: str) -> None:
+    kind = dtype_of(dtype)
+    rows = np.array([[0.0, -0.0, np.nan, 1], [-0.0, 0.0, 2, np.nan], [1, 1, 3, np.inf]], kind)
+    low = comm.all_reduce(rows[comm.rank].copy(), op="min", algorithm=algorithm)
+    assert np.array_equal(low.astype(float), [0, 0, np.nan, np.nan], equal_nan=True)
+    assert np.signbit(low[:2].astype(float)).all()
+    zeros = np.array([[0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]], kind)
+    high = comm.all_reduce(zeros[comm.rank].copy(), op="max", algorithm=algorithm)
+    assert not np.signbit(high.astype(float)).any()
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16"])
 @pytest.mark.parametrize("algorithm", [*IN_TREE, "auto"])
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
-def test_codecs_stay_close(codec: str, algorithm: str, p: int) -> None:
+@on_ranks()
+def test_codecs_stay_close(comm: Communicator, codec: str, algorithm: str, p: int) -> None:
     bits = {"fp16": 11, "bf16": 8}[codec]
 
-    def body(comm: Communicator) -> None:
-        for n in (0, 1, p + 1, 5000):
-            inputs = [values("float32", n, rank) for rank in range(p)]
-            for op in ("sum", "avg"):
-                x = inputs[comm.rank].copy()
-                comm.all_reduce(x, op=op, algorithm=algorithm, codec=codec)
-                bound = (p + 1) * 2.0**-bits * np.sum(np.abs(inputs), axis=0)
-                assert np.all(np.abs(x - reduced(op, inputs)) <= bound)
-
-    run(p, body)
+    for n in (0, 1, p + 1, 5000):
+        inputs = [values("float32", n, rank) for rank in range(p)]
+        for op in ("sum", "avg"):
+            x = inputs[comm.rank].copy()
+            comm.all_reduce(x, op=op, algorithm=algorithm, codec=codec)
+            bound = (p + 1) * 2.0**-bits * np.sum(np.abs(inputs), axis=0)
+            assert np.all(np.abs(x - reduced(op, inputs)) <= bound)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, InvalidArgument, Timeout, TransportError
-from ranks import outcomes, over_all, over_processes, run
+from ranks import on_ranks, outcomes, over_all, over_processes, run
 
 # Small enough to be begun with the interpreter's lock held, and not.
 LENGTHS = (0, 1, 1000, 1025, 70_000)
@@ -50,115 +50,103 @@ def takes_shortcut(comm: Communicator, x: Any, **options: Any) -> bool:
 
 
 @over_all
-def test_a_repeated_call_takes_it_and_finds_the_same(transport: str) -> None:
-    def body(comm: Communicator) -> None:
-        for n in LENGTHS:
-            given = np.arange(n, dtype=np.float32) + comm.rank
-            first = comm.all_reduce(given.copy())
-            for _ in range(3):  # other arrays of the form
-                again = given.copy()
-                assert takes_shortcut(comm, again)
-                assert again.tobytes() == first.tobytes()
-                result = comm.all_reduce(given.copy())
-                assert result.tobytes() == first.tobytes()
-                assert comm.all_reduce(again) is again
-
-    run(3, body, transport=transport)
+@on_ranks(3)
+def test_a_repeated_call_takes_it_and_finds_the_same(comm: Communicator, transport: str) -> None:
+    for n in LENGTHS:
+        given = np.arange(n, dtype=np.float32) + comm.rank
+        first = comm.all_reduce(given.copy())
+        for _ in range(3):  # other arrays of the form
+            again = given.copy()
+            assert takes_shortcut(comm, again)
+            assert again.tobytes() == first.tobytes()
+            result = comm.all_reduce(given.copy())
+            assert result.tobytes() == first.tobytes()
+            assert comm.all_reduce(again) is again
 
 
-def test_another_form_or_option_does_not_take_it() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.full(6, comm.rank + 1, np.float32)
+@on_ranks(2)
+def test_another_form_or_option_does_not_take_it(comm: Communicator) -> None:
+    x = np.full(6, comm.rank + 1, np.float32)
+    assert not takes_shortcut(comm, x)
+    comm.all_reduce(x.copy())
+    others = [
+        np.zeros(5, np.float32),
+        np.zeros(6, np.int32),
+        np.zeros(6, ">f4"),
+        np.zeros(12, np.float32)[::2],
+        np.zeros(6, np.float32).view(np.recarray),
+        [x],
+        memoryview(x),
+        None,
+    ]
+    assert not any(takes_shortcut(comm, each) for each in others)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    assert not takes_shortcut(comm, read_only)
+    for option in OTHERS:
+        assert not takes_shortcut(comm, x, **option)
+    with pytest.raises(TypeError, match="positional"):
+        comm.all_reduce(x, "max")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unheard"):
+        takes_shortcut(comm, x, unheard=1)
+    assert not takes_shortcut(comm, x.reshape(2, 3))  # shapes are compared first
+    assert takes_shortcut(comm, x)
+    assert x.tolist() == [3] * 6
+    assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
+    assert comm.all_reduce(np.float32([1, comm.rank])).tolist() == [2, 1]
+    assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
+
+
+@on_ranks(2)
+def test_out_that_is_the_array_itself_takes_it(comm: Communicator) -> None:
+    x, other = np.ones(8, np.float32), np.empty(8, np.float32)
+    assert not takes_shortcut(comm, x, out=x)
+    assert comm.all_reduce(x, out=x) is x
+    assert takes_shortcut(comm, x)
+    assert takes_shortcut(comm, x, out=x)
+    assert x.tolist() == [8] * 8
+    assert comm.all_reduce(x, out=x) is x
+    for option in ({"out": other}, {"key": x}, {"schedule": x}):
+        assert not takes_shortcut(comm, x, **option)
+
+
+@on_ranks(2)
+def test_what_can_change_between_calls_is_not_learnt(comm: Communicator) -> None:
+    x, out, feedback = np.ones(8, np.float32), np.empty(8, np.float32), gradwire.ErrorFeedback()
+    comm.all_reduce(x, out=out)
+    comm.all_reduce(x, async_op=True).wait()
+    comm.all_reduce(x, codec="onebit", key="x", feedback=feedback)
+    comm.all_reduce(x, codec="lowrank", feedback=False)
+    comm.all_reduce(x, codec=gradwire.codec.FP16())
+    comm.reduce(x)
+    options: list[dict[str, Any]] = [
+        {},
+        {"out": out},
+        {"async_op": True},
+        {"codec": "onebit", "key": "x", "feedback": feedback},
+        {"codec": "lowrank", "feedback": False},
+    ]
+    assert not any(takes_shortcut(comm, x, **each) for each in options)
+
+
+@on_ranks(2)
+def test_timeouts_that_are_computed_push_out_no_other_call(comm: Communicator) -> None:
+    x = np.ones(8, np.float32)
+    comm.all_reduce(x.copy())
+    for i in range(40):
+        comm.all_reduce(x.copy(), timeout=20 + i / 8)
+    assert takes_shortcut(comm, x)
+
+
+@on_ranks(2)
+def test_work_that_nobody_waited_for_comes_first(comm: Communicator) -> None:
+    x = np.ones(8, np.float32)
+    comm.all_reduce(x.copy())
+    with mock.patch.object(gradwire._calls.work, "finish"):
+        comm._calls.dropped.append(mock.Mock())
         assert not takes_shortcut(comm, x)
-        comm.all_reduce(x.copy())
-        others = [
-            np.zeros(5, np.float32),
-            np.zeros(6, np.int32),
-            np.zeros(6, ">f4"),
-            np.zeros(12, np.float32)[::2],
-            np.zeros(6, np.float32).view(np.recarray),
-            [x],
-            memoryview(x),
-            None,
-        ]
-        assert not any(takes_shortcut(comm, each) for each in others)
-        read_only = x.copy()
-        read_only.flags.writeable = False
-        assert not takes_shortcut(comm, read_only)
-        for option in OTHERS:
-            assert not takes_shortcut(comm, x, **option)
-        with pytest.raises(TypeError, match="positional"):
-            comm.all_reduce(x, "max")  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="unheard"):
-            takes_shortcut(comm, x, unheard=1)
-        assert not takes_shortcut(comm, x.reshape(2, 3))  # shapes are compared first
-        assert takes_shortcut(comm, x)
-        assert x.tolist() == [3] * 6
-        assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
-        assert comm.all_reduce(np.float32([1, comm.rank])).tolist() == [2, 1]
-        assert comm.all_reduce(np.float32([1, comm.rank]), op="max").tolist() == [1, 1]
-
-    run(2, body)
-
-
-def test_out_that_is_the_array_itself_takes_it() -> None:
-    def body(comm: Communicator) -> None:
-        x, other = np.ones(8, np.float32), np.empty(8, np.float32)
-        assert not takes_shortcut(comm, x, out=x)
-        assert comm.all_reduce(x, out=x) is x
-        assert takes_shortcut(comm, x)
-        assert takes_shortcut(comm, x, out=x)
-        assert x.tolist() == [8] * 8
-        assert comm.all_reduce(x, out=x) is x
-        for option in ({"out": other}, {"key": x}, {"schedule": x}):
-            assert not takes_shortcut(comm, x, **option)
-
-    run(2, body)
-
-
-def test_what_can_change_between_calls_is_not_learnt() -> None:
-    def body(comm: Communicator) -> None:
-        x, out, feedback = np.ones(8, np.float32), np.empty(8, np.float32), gradwire.ErrorFeedback()
-        comm.all_reduce(x, out=out)
-        comm.all_reduce(x, async_op=True).wait()
-        comm.all_reduce(x, codec="onebit", key="x", feedback=feedback)
-        comm.all_reduce(x, codec="lowrank", feedback=False)
-        comm.all_reduce(x, codec=gradwire.codec.FP16())
-        comm.reduce(x)
-        options: list[dict[str, Any]] = [
-            {},
-            {"out": out},
-            {"async_op": True},
-            {"codec": "onebit", "key": "x", "feedback": feedback},
-            {"codec": "lowrank", "feedback": False},
-        ]
-        assert not any(takes_shortcut(comm, x, **each) for each in options)
-
-    run(2, body)
-
-
-def test_timeouts_that_are_computed_push_out_no_other_call() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(8, np.float32)
-        comm.all_reduce(x.copy())
-        for i in range(40):
-            comm.all_reduce(x.copy(), timeout=20 + i / 8)
-        assert takes_shortcut(comm, x)
-
-    run(2, body)
-
-
-def test_work_that_nobody_waited_for_comes_first() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(8, np.float32)
-        comm.all_reduce(x.copy())
-        with mock.patch.object(gradwire._calls.work, "finish"):
-            comm._calls.dropped.append(mock.Mock())
-            assert not takes_shortcut(comm, x)
-            comm._calls.dropped.clear()
-        assert takes_shortcut(comm, x)
-
-    run(2, body)
+        comm._calls.dropped.clear()
+    assert takes_shortcut(comm, x)
 
 
 def test_the_method_is_a_method() -> None:
@@ -182,26 +170,22 @@ def test_the_method_is_a_method() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "onebit", "threshold:density=0.5"])
-def test_codecs_take_it(codec: str) -> None:
-    def body(comm: Communicator) -> None:
-        given = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
-        first = comm.all_reduce(given.copy(), codec=codec, feedback=False)
-        again = given.copy()
-        assert takes_shortcut(comm, again, codec=codec, feedback=False)
-        assert again.tobytes() == first.tobytes()
-
-    run(2, body)
+@on_ranks(2)
+def test_codecs_take_it(comm: Communicator, codec: str) -> None:
+    given = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
+    first = comm.all_reduce(given.copy(), codec=codec, feedback=False)
+    again = given.copy()
+    assert takes_shortcut(comm, again, codec=codec, feedback=False)
+    assert again.tobytes() == first.tobytes()
 
 
-def test_more_forms_than_it_remembers() -> None:
-    def body(comm: Communicator) -> None:
-        for _ in range(2):
-            for n in range(1, 40):
-                assert comm.all_reduce(np.ones(n, np.float32)).tolist() == [2] * n
-        assert takes_shortcut(comm, np.ones(39, np.float32))
-        assert not takes_shortcut(comm, np.ones(1, np.float32))
-
-    run(2, body)
+@on_ranks(2)
+def test_more_forms_than_it_remembers(comm: Communicator) -> None:
+    for _ in range(2):
+        for n in range(1, 40):
+            assert comm.all_reduce(np.ones(n, np.float32)).tolist() == [2] * n
+    assert takes_shortcut(comm, np.ones(39, np.float32))
+    assert not takes_shortcut(comm, np.ones(1, np.float32))
 
 
 def test_a_barrier_takes_it_and_orders() -> None:
@@ -219,24 +203,21 @@ def test_a_barrier_takes_it_and_orders() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 70_000])
-def test_threads_of_a_rank_share_it(n: int) -> None:
+@on_ranks(2)
+def test_threads_of_a_rank_share_it(comm: Communicator, n: int) -> None:
     """Calls of the threads are equal, so any order of them is one order on all ranks."""
+    sums: list[float] = []
 
-    def body(comm: Communicator) -> None:
-        sums: list[float] = []
+    def repeat() -> None:
+        for _ in range(30):
+            sums.append(float(comm.all_reduce(np.ones(n, np.float32))[-1]))
 
-        def repeat() -> None:
-            for _ in range(30):
-                sums.append(float(comm.all_reduce(np.ones(n, np.float32))[-1]))
-
-        threads = [threading.Thread(target=repeat) for _ in range(3)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert sums == [2.0] * 90
-
-    run(2, body)
+    threads = [threading.Thread(target=repeat) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sums == [2.0] * 90
 
 
 @over_processes
@@ -332,57 +313,51 @@ def tensors_of(x: np.ndarray) -> dict[str, Any]:
     }
 
 
-def test_a_tensor_takes_it_as_an_array_does() -> None:
+@on_ranks(2)
+def test_a_tensor_takes_it_as_an_array_does(comm: Communicator) -> None:
     torch = pytest.importorskip("torch")
 
-    def body(comm: Communicator) -> None:
-        first = torch.full((6,), float(comm.rank))
-        comm.all_reduce(first)
-        x = torch.full((6,), comm.rank + 1.0)
-        assert takes_shortcut(comm, x)
-        assert x.tolist() == [3] * 6
-        assert not takes_shortcut(comm, np.ones(6, np.float32))
-        for name, each in tensors_of(np.ones(6, np.float32)).items():
-            assert not takes_shortcut(comm, each), name
-        assert not takes_shortcut(comm, torch.nn.Parameter(torch.ones(6)))  # not seen before
-        for _ in range(2):
-            comm.all_reduce(parameter := torch.nn.Parameter(torch.ones(6)))
-        assert takes_shortcut(comm, parameter)
-        assert parameter.detach().tolist() == [4] * 6
-        assert parameter.requires_grad
-
-    run(2, body)
+    first = torch.full((6,), float(comm.rank))
+    comm.all_reduce(first)
+    x = torch.full((6,), comm.rank + 1.0)
+    assert takes_shortcut(comm, x)
+    assert x.tolist() == [3] * 6
+    assert not takes_shortcut(comm, np.ones(6, np.float32))
+    for name, each in tensors_of(np.ones(6, np.float32)).items():
+        assert not takes_shortcut(comm, each), name
+    assert not takes_shortcut(comm, torch.nn.Parameter(torch.ones(6)))  # not seen before
+    for _ in range(2):
+        comm.all_reduce(parameter := torch.nn.Parameter(torch.ones(6)))
+    assert takes_shortcut(comm, parameter)
+    assert parameter.detach().tolist() == [4] * 6
+    assert parameter.requires_grad
 
 
-def test_autograd_notices_a_write_that_takes_it() -> None:
+@on_ranks(1)
+def test_autograd_notices_a_write_that_takes_it(comm: Communicator) -> None:
     torch = pytest.importorskip("torch")
 
-    def body(comm: Communicator) -> None:
-        comm.all_reduce(torch.ones(3))
-        with torch.inference_mode():  # there are no versions to count
-            assert takes_shortcut(comm, torch.ones(3))
-        x = torch.ones(3, requires_grad=True)
-        y = x * 1
-        z = y * y  # saves y
-        assert takes_shortcut(comm, y.detach())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            z.sum().backward()
-
-    run(1, body)
+    comm.all_reduce(torch.ones(3))
+    with torch.inference_mode():  # there are no versions to count
+        assert takes_shortcut(comm, torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    y = x * 1
+    z = y * y  # saves y
+    assert takes_shortcut(comm, y.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
 
 
-def test_a_tensor_of_a_transform_is_left_to_the_checks() -> None:
+@on_ranks(1)
+def test_a_tensor_of_a_transform_is_left_to_the_checks(comm: Communicator) -> None:
     """Such a tensor is a torch.Tensor, and has no memory of its own."""
     torch = pytest.importorskip("torch")
 
-    def body(comm: Communicator) -> None:
-        comm.all_reduce(torch.ones(3))
+    comm.all_reduce(torch.ones(3))
 
-        def inside(x: Any) -> Any:
-            with pytest.raises(RuntimeError, match="data pointer"):
-                comm.all_reduce(x)
-            return x.sum()
+    def inside(x: Any) -> Any:
+        with pytest.raises(RuntimeError, match="data pointer"):
+            comm.all_reduce(x)
+        return x.sum()
 
-        torch.func.grad(inside)(torch.ones(3))
-
-    run(1, body)
+    torch.func.grad(inside)(torch.ones(3))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire import Communicator, ErrorFeedback, InvalidArgument, codec
-from ranks import outcomes, run
+from ranks import on_ranks, outcomes, run
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex64, np.complex128]
 
@@ -52,44 +52,38 @@ def test_it_is_as_if_the_caller_had_multiplied(p: int, op: str, dtype: Any) -> N
     assert len(set(run(p, body))) == 1
 
 
-def test_reduce_and_reduce_scatter_scale_too() -> None:
-    def body(comm: Communicator) -> None:
-        x = numbers(comm.rank, 30, np.float32)
-        before = x.copy()
-        scaled = times(x, 0.3)
-        for name in ("reduce", "reduce_scatter"):
-            wanted = getattr(comm, name)(scaled.copy())
-            given = x.copy() if name == "reduce" else x
-            found = getattr(comm, name)(given, prescale=0.3, postscale=3)
-            if wanted is not None:
-                np.testing.assert_array_equal(found, times(wanted, 3))
-            if name == "reduce_scatter" or comm.rank != 0:
-                np.testing.assert_array_equal(given, before)
-
-    run(3, body)
+@on_ranks(3)
+def test_reduce_and_reduce_scatter_scale_too(comm: Communicator) -> None:
+    x = numbers(comm.rank, 30, np.float32)
+    before = x.copy()
+    scaled = times(x, 0.3)
+    for name in ("reduce", "reduce_scatter"):
+        wanted = getattr(comm, name)(scaled.copy())
+        given = x.copy() if name == "reduce" else x
+        found = getattr(comm, name)(given, prescale=0.3, postscale=3)
+        if wanted is not None:
+            np.testing.assert_array_equal(found, times(wanted, 3))
+        if name == "reduce_scatter" or comm.rank != 0:
+            np.testing.assert_array_equal(given, before)
 
 
-def test_lists_and_torch_tensors_are_scaled() -> None:
-    def body(comm: Communicator) -> None:
-        arrays = [torch.ones(3), torch.ones(2, 2), torch.ones(0)]
-        comm.all_reduce(arrays, prescale=0.5, postscale=4)
-        assert [each.tolist() for each in arrays] == [[4.0] * 3, [[4.0] * 2] * 2, []]
-        assert arrays[0]._version > 0
-
-    run(2, body)
+@on_ranks(2)
+def test_lists_and_torch_tensors_are_scaled(comm: Communicator) -> None:
+    arrays = [torch.ones(3), torch.ones(2, 2), torch.ones(0)]
+    comm.all_reduce(arrays, prescale=0.5, postscale=4)
+    assert [each.tolist() for each in arrays] == [[4.0] * 3, [[4.0] * 2] * 2, []]
+    assert arrays[0]._version > 0
 
 
-def test_a_dropped_work_is_scaled_all_the_same() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(4)
-        work = comm.all_reduce(x, postscale=0.25, async_op=True)
-        while not work.done():
-            pass
-        del work
-        comm.barrier()
-        assert x.tolist() == [0.5] * 4
-
-    run(2, body)
+@on_ranks(2)
+def test_a_dropped_work_is_scaled_all_the_same(comm: Communicator) -> None:
+    x = np.ones(4)
+    work = comm.all_reduce(x, postscale=0.25, async_op=True)
+    while not work.done():
+        pass
+    del work
+    comm.barrier()
+    assert x.tolist() == [0.5] * 4
 
 
 class Plain(codec.Codec):
@@ -145,24 +139,20 @@ def test_another_postscale_on_a_rank_is_an_error_that_shows_it() -> None:
         ("2", {}, np.float32, "is of type str"),
     ],
 )
+@on_ranks(2)
 def test_what_cannot_be_scaled_is_refused(
-    what: str, value: Any, options: dict[str, Any], dtype: Any, words: str
+    comm: Communicator, what: str, value: Any, options: dict[str, Any], dtype: Any, words: str
 ) -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(4, dtype)
-        with pytest.raises(InvalidArgument, match=f"{what}=.*{words}"):
-            comm.all_reduce(x, **options, **{what: value})
-        assert x.tolist() == [1] * 4
-        comm.barrier()
-
-    run(2, body)
+    x = np.ones(4, dtype)
+    with pytest.raises(InvalidArgument, match=f"{what}=.*{words}"):
+        comm.all_reduce(x, **options, **{what: value})
+    assert x.tolist() == [1] * 4
+    comm.barrier()
 
 
-def test_a_refused_call_leaves_its_array_alone() -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(4, np.float32)
-        with pytest.raises(ValueError, match="zigzag"):
-            comm.all_reduce(x, prescale=2, algorithm="zigzag")
-        assert x.tolist() == [1] * 4
-
-    run(2, body)
+@on_ranks(2)
+def test_a_refused_call_leaves_its_array_alone(comm: Communicator) -> None:
+    x = np.ones(4, np.float32)
+    with pytest.raises(ValueError, match="zigzag"):
+        comm.all_reduce(x, prescale=2, algorithm="zigzag")
+    assert x.tolist() == [1] * 4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire import Communicator, ErrorFeedback, InvalidArgument, algorithms
-from ranks import run
+from ranks import on_ranks
 
 ROWS = [(1, 5), (3, 1), (0, 4), (2, 3000)]  # of each array's blocks
 
@@ -20,64 +20,56 @@ def arrays(seed: int, p: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("algorithm", ["auto", *algorithms("reduce_scatter")])
-def test_reduce_scatter(algorithm: str, p: int) -> None:
-    def body(comm: Communicator) -> None:
-        mine = arrays(comm.rank, p)
-        before = [each.copy() for each in mine]
-        out = [np.empty((n, m), np.float32) for n, m in ROWS]
-        assert comm.reduce_scatter(mine, out=out, algorithm=algorithm) is out
-        for i, (n, _) in enumerate(ROWS):
-            whole = sum(arrays(rank, p)[i] for rank in range(p))
-            np.testing.assert_array_equal(out[i], whole[comm.rank * n : (comm.rank + 1) * n])
-            np.testing.assert_array_equal(mine[i], before[i])
-
-    run(p, body)
+@on_ranks()
+def test_reduce_scatter(comm: Communicator, algorithm: str, p: int) -> None:
+    mine = arrays(comm.rank, p)
+    before = [each.copy() for each in mine]
+    out = [np.empty((n, m), np.float32) for n, m in ROWS]
+    assert comm.reduce_scatter(mine, out=out, algorithm=algorithm) is out
+    for i, (n, _) in enumerate(ROWS):
+        whole = sum(arrays(rank, p)[i] for rank in range(p))
+        np.testing.assert_array_equal(out[i], whole[comm.rank * n : (comm.rank + 1) * n])
+        np.testing.assert_array_equal(mine[i], before[i])
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("algorithm", ["auto", *algorithms("all_gather")])
 @pytest.mark.parametrize("way", ["new", "out", "in place"])
-def test_all_gather(way: str, algorithm: str, p: int) -> None:
+@on_ranks()
+def test_all_gather(comm: Communicator, way: str, algorithm: str, p: int) -> None:
     def block(each: np.ndarray, i: int, rank: int) -> np.ndarray:
         return each[rank * ROWS[i][0] : (rank + 1) * ROWS[i][0]]
 
-    def body(comm: Communicator) -> None:
-        wanted = arrays(7, p)
-        out = None if way == "new" else [np.zeros_like(each) for each in wanted]
-        mine = [block(each, i, comm.rank) for i, each in enumerate(wanted)]
-        if way == "in place":
-            for i, each in enumerate(mine):
-                block(out[i], i, comm.rank)[:] = each
-            mine = [block(each, i, comm.rank) for i, each in enumerate(out)]
-        found = comm.all_gather(mine, out=out, algorithm=algorithm)
-        assert found is out or out is None
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-    run(p, body)
+    wanted = arrays(7, p)
+    out = None if way == "new" else [np.zeros_like(each) for each in wanted]
+    mine = [block(each, i, comm.rank) for i, each in enumerate(wanted)]
+    if way == "in place":
+        for i, each in enumerate(mine):
+            block(out[i], i, comm.rank)[:] = each
+        mine = [block(each, i, comm.rank) for i, each in enumerate(out)]
+    found = comm.all_gather(mine, out=out, algorithm=algorithm)
+    assert found is out or out is None
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
-def test_it_is_one_operation() -> None:
-    def body(comm: Communicator) -> None:
-        before = comm.traffic.frames_sent
-        comm.all_gather([np.ones(2), np.ones((3, 1))], algorithm="ring")
-        comm.reduce_scatter([np.ones(2), np.ones((6, 1))], out=[np.ones(1), np.ones(3)])
-        assert comm.traffic.frames_sent - before == 2
-
-    run(2, body)
+@on_ranks(2)
+def test_it_is_one_operation(comm: Communicator) -> None:
+    before = comm.traffic.frames_sent
+    comm.all_gather([np.ones(2), np.ones((3, 1))], algorithm="ring")
+    comm.reduce_scatter([np.ones(2), np.ones((6, 1))], out=[np.ones(1), np.ones(3)])
+    assert comm.traffic.frames_sent - before == 2
 
 
-def test_tensors_in_the_background() -> None:
-    def body(comm: Communicator) -> None:
-        x = [torch.ones(4), torch.full((2, 3), 2.0)]
-        out = [torch.empty(2), torch.empty(1, 3)]
-        work = comm.reduce_scatter(x, out=out, op="avg", async_op=True)
-        assert [each.tolist() for each in work.wait()] == [[1, 1], [[2, 2, 2]]]
-        found = comm.all_gather(out, async_op=True).wait()
-        assert [each.tolist() for each in found] == [[1] * 4, [[2] * 3] * 2]
-        assert all(isinstance(each, torch.Tensor) for each in found)
-
-    run(2, body)
+@on_ranks(2)
+def test_tensors_in_the_background(comm: Communicator) -> None:
+    x = [torch.ones(4), torch.full((2, 3), 2.0)]
+    out = [torch.empty(2), torch.empty(1, 3)]
+    work = comm.reduce_scatter(x, out=out, op="avg", async_op=True)
+    assert [each.tolist() for each in work.wait()] == [[1, 1], [[2, 2, 2]]]
+    found = comm.all_gather(out, async_op=True).wait()
+    assert [each.tolist() for each in found] == [[1] * 4, [[2] * 3] * 2]
+    assert all(isinstance(each, torch.Tensor) for each in found)
 
 
 def refused(comm: Communicator, call: Any, words: str) -> None:
@@ -115,9 +107,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused(name: str) -> None:
-    def body(comm: Communicator) -> None:
-        comm.y = np.ones(1)
-        refused(comm, *WRONG[name])
-
-    run(2, body)
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(comm: Communicator, name: str) -> None:
+    comm.y = np.ones(1)
+    refused(comm, *WRONG[name])

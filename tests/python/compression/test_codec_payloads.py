@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import Communicator, ErrorFeedback, InvalidArgument, serve
 from numpy.typing import NDArray
-from ranks import run
+from ranks import on_ranks, run
 
 SPECS = [
     *("none", "fp16:scale=1024", "bf16", "int8:block=64", "int8:rounding=stochastic,seed=7"),
@@ -33,15 +33,15 @@ def delivered(spec: str, inputs: list[NDArray[np.float32]]) -> list[NDArray[np.f
 
 
 @pytest.mark.parametrize("shape", [(12, 3, 5, 7), (12, 105), (12, 1, 105, 1), (1260,)])
-def test_lowrank_factors_the_first_dimension_and_all_others(shape: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_lowrank_factors_the_first_dimension_and_all_others(
+    comm: Communicator, shape: tuple[int, ...]
+) -> None:
     """So the weights of a convolution whose filters are multiples of one are kept whole."""
     x = np.outer(draw(12, seed=1), draw(105, seed=2)).reshape(shape)
 
-    def body(comm: Communicator) -> list[NDArray[np.float32]]:
-        return [comm.all_reduce(x.copy(), op="avg", codec="lowrank:rank=1", feedback=False)]
-
-    for (y,) in run(2, body):
-        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
+    (y,) = [comm.all_reduce(x.copy(), op="avg", codec="lowrank:rank=1", feedback=False)]
+    np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
 
 
 @each_codec

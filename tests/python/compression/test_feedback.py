@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator, ErrorFeedback, InvalidArgument
 from numpy.typing import NDArray
-from ranks import run
+from ranks import on_ranks, run
 
 LOSSY = [name for name in gradwire.codecs() if name not in ("none", "lowrank")]
 N = 3000
@@ -109,23 +109,21 @@ def test_asynchronous_calls(codec: Any) -> None:
     expect_conserved(run(2, body))
 
 
-def test_a_key_is_in_one_unfinished_call_only(codec: Any) -> None:
-    def body(comm: Communicator) -> None:
-        feedback, token = ErrorFeedback(), np.empty(1)
-        x, y = inputs(comm.rank, 0), inputs(comm.rank, 1)
-        if comm.rank == 1:  # joins in when rank 0 has seen what it was to see
-            comm.recv(token, 0)
-        work = comm.all_reduce(x, codec=codec, feedback=feedback, key="w", async_op=True)
-        if comm.rank == 0:
-            with pytest.raises(InvalidArgument, match="'w' is in an unfinished call"):
-                comm.all_reduce(y, codec=codec, feedback=feedback, key="w")
-            with pytest.raises(InvalidArgument, match="'w' is in an unfinished call"):
-                feedback.clear()
-            comm.send(token, 1)
-        work.wait()
-        comm.all_reduce(y, codec=codec, feedback=feedback, key="w")
-
-    run(2, body)
+@on_ranks(2)
+def test_a_key_is_in_one_unfinished_call_only(comm: Communicator, codec: Any) -> None:
+    feedback, token = ErrorFeedback(), np.empty(1)
+    x, y = inputs(comm.rank, 0), inputs(comm.rank, 1)
+    if comm.rank == 1:  # joins in when rank 0 has seen what it was to see
+        comm.recv(token, 0)
+    work = comm.all_reduce(x, codec=codec, feedback=feedback, key="w", async_op=True)
+    if comm.rank == 0:
+        with pytest.raises(InvalidArgument, match="'w' is in an unfinished call"):
+            comm.all_reduce(y, codec=codec, feedback=feedback, key="w")
+        with pytest.raises(InvalidArgument, match="'w' is in an unfinished call"):
+            feedback.clear()
+        comm.send(token, 1)
+    work.wait()
+    comm.all_reduce(y, codec=codec, feedback=feedback, key="w")
 
 
 def test_reduce_scatter(codec: Any) -> None:
@@ -165,19 +163,17 @@ def test_keys_of_reduce_scatter_may_end_anywhere(algorithm: str, codec: Any) -> 
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "gather"])
-def test_ranks_whose_keys_end_elsewhere_are_told(algorithm: str) -> None:
-    def body(comm: Communicator) -> None:
-        keys = [("a", 1000 + comm.rank), ("b", 2000 - comm.rank)]
-        with pytest.raises(InvalidArgument, match=r"rank 0 .*reduce_scatter"):
-            comm.reduce_scatter(
-                np.ones(N, np.float32),
-                codec="onebit",
-                algorithm=algorithm,
-                feedback=ErrorFeedback(),
-                keys=keys,
-            )
-
-    run(2, body)
+@on_ranks(2)
+def test_ranks_whose_keys_end_elsewhere_are_told(comm: Communicator, algorithm: str) -> None:
+    keys = [("a", 1000 + comm.rank), ("b", 2000 - comm.rank)]
+    with pytest.raises(InvalidArgument, match=r"rank 0 .*reduce_scatter"):
+        comm.reduce_scatter(
+            np.ones(N, np.float32),
+            codec="onebit",
+            algorithm=algorithm,
+            feedback=ErrorFeedback(),
+            keys=keys,
+        )
 
 
 def test_it_goes_on_in_parts_and_with_the_survivors(codec: Any) -> None:
@@ -227,39 +223,36 @@ def test_reduce(codec: Any) -> None:
     expect_conserved(found, sum(each[1] for each in found))
 
 
-def test_nan_anywhere_moves_no_residual(codec: Any) -> None:
-    def body(comm: Communicator) -> tuple[bool, bool]:
-        feedback = ErrorFeedback()
-        comm.all_reduce(inputs(comm.rank, 0), codec=codec, feedback=feedback, key="w")
-        before = feedback.residual("w")
-        x = inputs(comm.rank, 1)
-        if comm.rank == 1:
-            x[-1] = np.nan
-        comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
-        return bool(np.isfinite(x).all()), np.array_equal(before, feedback.residual("w"))
+@on_ranks(3)
+def test_nan_anywhere_moves_no_residual(comm: Communicator, codec: Any) -> None:
+    feedback = ErrorFeedback()
+    comm.all_reduce(inputs(comm.rank, 0), codec=codec, feedback=feedback, key="w")
+    before = feedback.residual("w")
+    x = inputs(comm.rank, 1)
+    if comm.rank == 1:
+        x[-1] = np.nan
+    comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
+    assert not bool(np.isfinite(x).all())
+    assert np.array_equal(before, feedback.residual("w"))
 
-    assert run(3, body) == [(False, True)] * 3
 
-
-def test_a_step_stands_or_falls_as_a_whole(codec: Any) -> None:
-    def body(comm: Communicator) -> list[bool]:
-        feedback, moved = ErrorFeedback(), []
-        for poison in (False, True):
-            before = feedback.state_dict()
-            feedback.begin_step()
-            for key in "ab":
-                x = inputs(comm.rank, 0)
-                if poison and key == "b" and comm.rank == 0:
-                    x[0] = np.inf
-                comm.all_reduce(x, codec=codec, feedback=feedback, key=key)
-            moved.append(feedback.end_step())
-            after = feedback.state_dict()
-            moved.append(
-                not all(np.array_equal(before[k]["residual"], after[k]["residual"]) for k in before)
-            )
-        return moved
-
-    assert run(2, body) == [[True, False, False, False]] * 2
+@on_ranks(2)
+def test_a_step_stands_or_falls_as_a_whole(comm: Communicator, codec: Any) -> None:
+    feedback, moved = ErrorFeedback(), []
+    for poison in (False, True):
+        before = feedback.state_dict()
+        feedback.begin_step()
+        for key in "ab":
+            x = inputs(comm.rank, 0)
+            if poison and key == "b" and comm.rank == 0:
+                x[0] = np.inf
+            comm.all_reduce(x, codec=codec, feedback=feedback, key=key)
+        moved.append(feedback.end_step())
+        after = feedback.state_dict()
+        moved.append(
+            not all(np.array_equal(before[k]["residual"], after[k]["residual"]) for k in before)
+        )
+    assert moved == [True, False, False, False]
 
 
 def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:
@@ -279,7 +272,8 @@ def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:
     assert run(2, body) == [True] * 2
 
 
-def refusals(comm: Communicator) -> list[str]:
+@on_ranks(1)
+def test_what_does_not_go_together_is_refused_with_the_reason(comm: Communicator) -> None:
     feedback, x = ErrorFeedback(), np.ones(4, np.float32)
     comm.all_reduce(x, codec="bf16", feedback=feedback, key="w")
     texts = []
@@ -307,11 +301,6 @@ def refusals(comm: Communicator) -> list[str]:
     with pytest.raises(gradwire.ScheduleError) as refused:
         comm.broadcast(x, algorithm="gather")
     texts.append(str(refused.value))
-    return texts
-
-
-def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
-    (texts,) = run(1, refusals)
     expected = [
         "needs key=",
         "not both",
@@ -348,14 +337,14 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
         ({"codec": Signs(), "key": "a"}, "give feedback="),
     ],
 )
-def test_what_is_no_codec_or_key_is_refused(options: dict[str, Any], words: str) -> None:
-    def body(comm: Communicator) -> None:
-        x = np.ones(4, np.float32)
-        with pytest.raises(InvalidArgument, match=words):
-            comm.all_reduce(x, **{"codec": "bf16", **options})
-        comm.all_reduce(x)
-
-    run(2, body)
+@on_ranks(2)
+def test_what_is_no_codec_or_key_is_refused(
+    comm: Communicator, options: dict[str, Any], words: str
+) -> None:
+    x = np.ones(4, np.float32)
+    with pytest.raises(InvalidArgument, match=words):
+        comm.all_reduce(x, **{"codec": "bf16", **options})
+    comm.all_reduce(x)
 
 
 @pytest.mark.parametrize("kind", gradwire.codec.NativeCodec.__subclasses__())

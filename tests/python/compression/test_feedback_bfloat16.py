@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator, ErrorFeedback, InvalidArgument
 from numpy.typing import NDArray
-from ranks import run
+from ranks import on_ranks, run
 
 N, CALLS = 20_000, 5
 STEP = 2.0**-7  # of bfloat16 values between 1 and 2
@@ -64,32 +64,28 @@ def test_what_is_lost_is_rounding_without_a_bias(p: int, codec: Any) -> None:
     assert abs(lost.mean()) < 5 * lost.std() / np.sqrt(N) + 1e-6
 
 
-def test_a_call_that_is_not_finite_leaves_the_residual(codec: Any) -> None:
-    def body(comm: Communicator) -> bool:
-        feedback = ErrorFeedback("bfloat16")
-        for poison in (0, np.nan):
-            before = feedback.residual("w")
+@on_ranks(2)
+def test_a_call_that_is_not_finite_leaves_the_residual(comm: Communicator, codec: Any) -> None:
+    feedback = ErrorFeedback("bfloat16")
+    for poison in (0, np.nan):
+        before = feedback.residual("w")
+        x = inputs(comm.rank, 0)
+        x[0, 0] += poison if comm.rank == 1 else 0
+        comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
+    assert np.array_equal(before, feedback.residual("w"))
+
+
+@on_ranks(2)
+def test_a_step_that_fails_leaves_all_of_its_residuals(comm: Communicator) -> None:
+    feedback = ErrorFeedback("bfloat16")
+    for keep in (True, False):
+        before = {key: feedback.residual(key) for key in "ab"}
+        feedback.begin_step()
+        for key in "ab":
             x = inputs(comm.rank, 0)
-            x[0, 0] += poison if comm.rank == 1 else 0
-            comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
-        return np.array_equal(before, feedback.residual("w"))
-
-    assert run(2, body) == [True] * 2
-
-
-def test_a_step_that_fails_leaves_all_of_its_residuals() -> None:
-    def body(comm: Communicator) -> bool:
-        feedback = ErrorFeedback("bfloat16")
-        for keep in (True, False):
-            before = {key: feedback.residual(key) for key in "ab"}
-            feedback.begin_step()
-            for key in "ab":
-                x = inputs(comm.rank, 0)
-                comm.all_reduce(x, codec="onebit", feedback=feedback, key=key)
-            feedback.end_step(keep)
-        return all(np.array_equal(before[key], feedback.residual(key)) for key in "ab")
-
-    assert run(2, body) == [True] * 2
+            comm.all_reduce(x, codec="onebit", feedback=feedback, key=key)
+        feedback.end_step(keep)
+    assert all(np.array_equal(before[key], feedback.residual(key)) for key in "ab")
 
 
 def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:

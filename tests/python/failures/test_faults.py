@@ -21,7 +21,7 @@ from gradwire import (
     TransportError,
     algorithms,
 )
-from ranks import Outcome, eventually, outcomes, over_all, over_processes, run, vanish
+from ranks import Outcome, eventually, on_ranks, outcomes, over_all, over_processes, vanish
 from stopwatch import own_time
 
 Call = Callable[[Communicator], Any]
@@ -235,42 +235,35 @@ def test_ranks_that_differed_are_told_when_they_close(transport: str) -> None:
             assert f"rank {root} called broadcast(float64[3], root={root}" in str(each.error)
 
 
-def test_a_failure_is_final() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument) as first:
-            comm.all_reduce(np.ones(1 + comm.rank))
-        assert comm.closed
-        assert repr(comm).endswith("closed>")
-        for call in BLOCKED.values():
-            with pytest.raises(InvalidArgument) as later:
-                call(comm)
-            assert str(later.value) == str(first.value)
-        comm.abort("too late to matter")
-        comm.close()
-
-    run(2, body)
+@on_ranks(2)
+def test_a_failure_is_final(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument) as first:
+        comm.all_reduce(np.ones(1 + comm.rank))
+    assert comm.closed
+    assert repr(comm).endswith("closed>")
+    for call in BLOCKED.values():
+        with pytest.raises(InvalidArgument) as later:
+            call(comm)
+        assert str(later.value) == str(first.value)
+    comm.abort("too late to matter")
+    comm.close()
 
 
-def test_what_is_refused_before_it_is_sent_is_not_final() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument):
-            comm.all_reduce(np.ones(3), op="median")
-        assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
-
-    run(2, body)
+@on_ranks(2)
+def test_what_is_refused_before_it_is_sent_is_not_final(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument):
+        comm.all_reduce(np.ones(3), op="median")
+    assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
 
 
-def test_a_fork_holds_a_shell() -> None:
+@on_ranks(2, transport="shm", processes=True)
+def test_a_fork_holds_a_shell(comm: Communicator) -> None:
     """Calls in the fork say so, and its end does nothing to the parent's communicator."""
-
-    def body(comm: Communicator) -> None:
-        child = os.fork()
-        if child == 0:
-            os._exit(_use_in_child(comm))
-        assert os.waitpid(child, 0)[1] == 0
-        assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
-
-    run(2, body, transport="shm", processes=True)
+    child = os.fork()
+    if child == 0:
+        os._exit(_use_in_child(comm))
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
 
 
 def test_a_rank_is_missed_though_a_child_of_its_lives() -> None:

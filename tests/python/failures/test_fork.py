@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from gradwire import Communicator
-from ranks import run
+from ranks import on_ranks
 
 _context = multiprocessing.get_context("fork")
 
@@ -32,45 +32,41 @@ def be_killed() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("end", [exit_at_once, exit_as_python_does, be_killed])
-def test_a_forked_child_ends_unnoticed(end: Callable[[], None], transport: str) -> None:
+@on_ranks(2, processes=True)
+def test_a_forked_child_ends_unnoticed(
+    comm: Communicator, end: Callable[[], None], transport: str
+) -> None:
     """While operations are in flight, and more than one at a time."""
-
-    def body(comm: Communicator) -> None:
-        for turn in range(3):
-            x = np.full(500_000, float(comm.rank), np.float32)
-            works = [comm.all_reduce(x, async_op=True) for _ in range(4)]
-            children = [_context.Process(target=end) for _ in range(3)]
-            for child in children:
-                child.start()
-            for work in works:
-                work.wait()
-            assert (x == 2.0**3).all(), turn
-            for child in children:
-                child.join(20)
-                assert child.exitcode == (-signal.SIGKILL if end is be_killed else 0)
-        assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
-
-    run(2, body, transport=transport, processes=True)
-
-
-def test_children_forked_while_another_thread_is_in_a_call() -> None:
-    """A lock that the other thread holds at the fork stays locked in the child for ever."""
-
-    def body(comm: Communicator) -> None:
-        forked = threading.Event()
-
-        def reduce() -> None:
-            while not comm.all_reduce(np.array([forked.is_set()], np.uint8), op="min")[0]:
-                continue
-
-        thread = threading.Thread(target=reduce)
-        thread.start()
-        for _ in range(10):
-            child = _context.Process(target=exit_as_python_does)
+    for turn in range(3):
+        x = np.full(500_000, float(comm.rank), np.float32)
+        works = [comm.all_reduce(x, async_op=True) for _ in range(4)]
+        children = [_context.Process(target=end) for _ in range(3)]
+        for child in children:
             child.start()
+        for work in works:
+            work.wait()
+        assert (x == 2.0**3).all(), turn
+        for child in children:
             child.join(20)
-            assert child.exitcode == 0, "it hangs, or it crashed"
-        forked.set()
-        thread.join()
+            assert child.exitcode == (-signal.SIGKILL if end is be_killed else 0)
+    assert comm.all_reduce(np.ones(3)).tolist() == [2] * 3
 
-    run(2, body, transport="shm", processes=True)
+
+@on_ranks(2, transport="shm", processes=True)
+def test_children_forked_while_another_thread_is_in_a_call(comm: Communicator) -> None:
+    """A lock that the other thread holds at the fork stays locked in the child for ever."""
+    forked = threading.Event()
+
+    def reduce() -> None:
+        while not comm.all_reduce(np.array([forked.is_set()], np.uint8), op="min")[0]:
+            continue
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    for _ in range(10):
+        child = _context.Process(target=exit_as_python_does)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0, "it hangs, or it crashed"
+    forked.set()
+    thread.join()

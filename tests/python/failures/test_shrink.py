@@ -33,7 +33,7 @@ from gradwire._bootstrap import connect as _connect
 from gradwire._bootstrap import shrink
 from gradwire._bootstrap import survivor_links as _links
 from mortal_links import LIVES, Crash, Made, MortalLinks, connect, connected, made_by, mesh_of
-from ranks import Outcome, outcomes, reserved_store, run
+from ranks import Outcome, on_ranks, outcomes, reserved_store, run
 from stopwatch import own_time
 
 processes = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -284,33 +284,29 @@ def test_a_rank_that_comes_too_late_is_told() -> None:
     assert "rank 2: the other survivors" in str(ended[2].error)
 
 
-def test_a_living_communicator_is_not_shrunk() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match=r"abort\(\)"):
-            comm.shrink()
-        comm.barrier()
-
-    run(2, body)
+@on_ranks(2)
+def test_a_living_communicator_is_not_shrunk(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match=r"abort\(\)"):
+        comm.shrink()
+    comm.barrier()
 
 
-def test_a_communicator_shrinks_once() -> None:
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            comm.abort("enough")
-        else:
-            with pytest.raises(Aborted, match="enough"):
-                comm.barrier()
-        with comm.shrink() as smaller:
-            with pytest.raises(Aborted, match="enough"):
-                comm.barrier()
-            with pytest.raises(Aborted, match="closed"):
-                comm.shrink()
-            comm.close()
-            smaller.barrier()
+@on_ranks(2, transport="shm")
+def test_a_communicator_shrinks_once(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.abort("enough")
+    else:
+        with pytest.raises(Aborted, match="enough"):
+            comm.barrier()
+    with comm.shrink() as smaller:
+        with pytest.raises(Aborted, match="enough"):
+            comm.barrier()
         with pytest.raises(Aborted, match="closed"):
-            smaller.shrink()
-
-    run(2, body, transport="shm")
+            comm.shrink()
+        comm.close()
+        smaller.barrier()
+    with pytest.raises(Aborted, match="closed"):
+        smaller.shrink()
 
 
 def test_work_in_flight_and_blocked_threads_end_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument
-from ranks import run
+from ranks import on_ranks, run
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
@@ -42,26 +42,22 @@ def test_no_color_no_communicator() -> None:
 
 
 @pytest.mark.parametrize("p", [1, 3])
-def test_a_rank_of_its_own(p: int) -> None:
-    def body(comm: Communicator) -> None:
-        with comm.split(comm.rank) as part:
-            assert (part.rank, part.size) == (0, 1)
-            assert part.all_reduce(np.ones(2)).tolist() == [1, 1]
-
-    run(p, body)
+@on_ranks()
+def test_a_rank_of_its_own(comm: Communicator, p: int) -> None:
+    with comm.split(comm.rank) as part:
+        assert (part.rank, part.size) == (0, 1)
+        assert part.all_reduce(np.ones(2)).tolist() == [1, 1]
 
 
-def test_parts_and_whole_work_beside_each_other() -> None:
-    def body(comm: Communicator) -> None:
-        with comm.split(comm.rank // 2) as rows, comm.split(comm.rank % 2) as columns:
-            for _ in range(3):
-                x = np.array([1.0])
-                work = comm.all_reduce(x, async_op=True)
-                assert rows.all_reduce(np.array([comm.rank])) == 4 * (comm.rank // 2) + 1
-                assert columns.all_reduce(np.array([comm.rank])) == 2 * (comm.rank % 2) + 2
-                assert work.wait() == 4
-
-    run(4, body)
+@on_ranks(4)
+def test_parts_and_whole_work_beside_each_other(comm: Communicator) -> None:
+    with comm.split(comm.rank // 2) as rows, comm.split(comm.rank % 2) as columns:
+        for _ in range(3):
+            x = np.array([1.0])
+            work = comm.all_reduce(x, async_op=True)
+            assert rows.all_reduce(np.array([comm.rank])) == 4 * (comm.rank // 2) + 1
+            assert columns.all_reduce(np.array([comm.rank])) == 2 * (comm.rank % 2) + 2
+            assert work.wait() == 4
 
 
 def test_a_part_can_be_split_again() -> None:
@@ -72,14 +68,12 @@ def test_a_part_can_be_split_again() -> None:
     assert run(8, body) == [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5]] * 2 + [[6, 7]] * 2
 
 
-def test_the_parent_may_close_first() -> None:
-    def body(comm: Communicator) -> None:
-        part = comm.split(0)
-        comm.close()
-        with part:
-            assert part.all_reduce(np.ones(1)) == 3
-
-    run(3, body)
+@on_ranks(3)
+def test_the_parent_may_close_first(comm: Communicator) -> None:
+    part = comm.split(0)
+    comm.close()
+    with part:
+        assert part.all_reduce(np.ones(1)) == 3
 
 
 def test_between_processes_on_two_transports() -> None:
@@ -94,9 +88,7 @@ def test_between_processes_on_two_transports() -> None:
     assert run(3, body, transport=transport, processes=True)[2] == ["tcp", "tcp"]
 
 
-def test_a_negative_color_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="None"):
-            comm.split(-1)
-
-    run(1, body)
+@on_ranks(1)
+def test_a_negative_color_is_refused(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match="None"):
+        comm.split(-1)

@@ -56,15 +56,13 @@ def test_one_rank_alone_stops_at_once() -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3])
-def test_a_rank_may_ask_for_itself_and_from_any_thread(p: int) -> None:
-    def body(comm: Communicator) -> list[bool]:
-        def asks(step: int) -> None:
-            if comm.rank == p - 1 and step == KILLED_AT:
-                comm.request_stop()
+@ranks.on_ranks()
+def test_a_rank_may_ask_for_itself_and_from_any_thread(comm: Communicator, p: int) -> None:
+    def asks(step: int) -> None:
+        if comm.rank == p - 1 and step == KILLED_AT:
+            comm.request_stop()
 
-        return _steps(comm, asks)
-
-    assert ranks.run(p, body) == [[step >= KILLED_AT for step in range(STEPS)]] * p
+    assert _steps(comm, asks) == [step >= KILLED_AT for step in range(STEPS)]
 
 
 CARRIERS: dict[str, Callable[[Communicator], Any]] = {
@@ -81,54 +79,47 @@ CARRIERS: dict[str, Callable[[Communicator], Any]] = {
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_every_call_that_joins_all_ranks_carries_it(name: str) -> None:
-    def body(comm: Communicator) -> list[bool]:
-        found = []
-        for step in range(2):
-            if comm.rank == step == 1:
-                comm.request_stop()
-            CARRIERS[name](comm)
-            found.append(comm.should_stop())
-        return found
-
-    assert ranks.run(3, body) == [[False, True]] * 3
-
-
-def test_calls_that_do_not_join_all_ranks_leave_it_to_the_next_one() -> None:
-    def body(comm: Communicator) -> list[bool]:
-        if comm.rank == 0:
+@ranks.on_ranks(3)
+def test_every_call_that_joins_all_ranks_carries_it(comm: Communicator, name: str) -> None:
+    found = []
+    for step in range(2):
+        if comm.rank == step == 1:
             comm.request_stop()
-        comm.broadcast(np.ones(3), root=0)
-        comm.reduce(np.ones(3), root=1)
-        found = [comm.should_stop()]
-        comm.barrier()
-        return [*found, comm.should_stop()]
-
-    assert ranks.run(3, body) == [[False, True]] * 3
+        CARRIERS[name](comm)
+        found.append(comm.should_stop())
+    assert found == [False, True]
 
 
-def test_it_sends_nothing_of_its_own() -> None:
-    def body(comm: Communicator) -> int:
-        before = comm.traffic.frames_sent
-        for _ in range(20):
-            comm.should_stop()
-        return comm.traffic.frames_sent - before
+@ranks.on_ranks(3)
+def test_calls_that_do_not_join_all_ranks_leave_it_to_the_next_one(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.request_stop()
+    comm.broadcast(np.ones(3), root=0)
+    comm.reduce(np.ones(3), root=1)
+    found = [comm.should_stop()]
+    comm.barrier()
+    assert [*found, comm.should_stop()] == [False, True]
 
-    assert ranks.run(3, body) == [0] * 3
+
+@ranks.on_ranks(3)
+def test_it_sends_nothing_of_its_own(comm: Communicator) -> None:
+    before = comm.traffic.frames_sent
+    for _ in range(20):
+        comm.should_stop()
+    assert comm.traffic.frames_sent - before == 0
 
 
-def test_it_waits_for_calls_under_way() -> None:
-    def body(comm: Communicator) -> tuple[bool, list[bool]]:
-        if comm.rank == 1:
-            comm.request_stop()
-        works = [comm.all_reduce(np.ones(100_000), async_op=True) for _ in range(3)]
-        found = comm.should_stop()
-        done = [each.done() for each in works]
-        for each in works:
-            each.wait()
-        return found, done
-
-    assert ranks.run(2, body, transport="tcp") == [(True, [True] * 3)] * 2
+@ranks.on_ranks(2, transport="tcp")
+def test_it_waits_for_calls_under_way(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.request_stop()
+    works = [comm.all_reduce(np.ones(100_000), async_op=True) for _ in range(3)]
+    found = comm.should_stop()
+    done = [each.done() for each in works]
+    for each in works:
+        each.wait()
+    assert found
+    assert done == [True] * 3
 
 
 @pytest.fixture
@@ -239,79 +230,73 @@ def test_a_signal_that_is_not_caught_does_what_it_did() -> None:
     assert (found.died, found.status) == (True, -signal.SIGTERM)
 
 
-def test_handlers_of_the_program_are_called_and_put_back() -> None:
-    def body(comm: Communicator) -> tuple[list[int], bool, list[bool]]:
-        called: list[int] = []
-        own = [
-            signal.signal(each, lambda number, _: called.append(number)) for each in stops.SIGNALS
-        ]
-        assert own
-        set_by_program = [signal.getsignal(each) for each in stops.SIGNALS]
-        gradwire.catch_stops()
-        comm.should_stop()
-        other = comm.split(0)
-        assert other is not None
-        other.should_stop()
-        for each in (*stops.SIGNALS, signal.SIGTERM):
-            os.kill(os.getpid(), each)
-        asked = comm.should_stop()
-        other.close()
-        caught = [signal.getsignal(each) not in set_by_program for each in stops.SIGNALS]
-        comm.close()
-        put_back = [signal.getsignal(each) in set_by_program for each in stops.SIGNALS]
-        return called, asked, [*caught, *put_back]
-
-    (found,) = ranks.run(1, body, transport="shm", processes=True)
-    assert found == ([*stops.SIGNALS, signal.SIGTERM], True, [True] * 4)
-
-
-def test_a_communicator_that_is_dropped_puts_handlers_back() -> None:
-    def body(comm: Communicator) -> list[bool]:
-        before = [signal.getsignal(each) for each in stops.SIGNALS]
-        gradwire.catch_stops()
-        other = comm.split(0)
-        assert other is not None
-        other.should_stop()
-        caught = [signal.getsignal(each) not in before for each in stops.SIGNALS]
-        del other
-        gc.collect()
-        return [*caught, before == [signal.getsignal(each) for each in stops.SIGNALS]]
-
-    assert ranks.run(1, body, transport="shm", processes=True) == [[True] * 3]
+@ranks.on_ranks(1, transport="shm", processes=True)
+def test_handlers_of_the_program_are_called_and_put_back(comm: Communicator) -> None:
+    called: list[int] = []
+    own = [signal.signal(each, lambda number, _: called.append(number)) for each in stops.SIGNALS]
+    assert own
+    set_by_program = [signal.getsignal(each) for each in stops.SIGNALS]
+    gradwire.catch_stops()
+    comm.should_stop()
+    other = comm.split(0)
+    assert other is not None
+    other.should_stop()
+    for each in (*stops.SIGNALS, signal.SIGTERM):
+        os.kill(os.getpid(), each)
+    asked = comm.should_stop()
+    other.close()
+    caught = [signal.getsignal(each) not in set_by_program for each in stops.SIGNALS]
+    comm.close()
+    put_back = [signal.getsignal(each) in set_by_program for each in stops.SIGNALS]
+    assert (called, asked, [*caught, *put_back]) == (
+        [*stops.SIGNALS, signal.SIGTERM],
+        True,
+        [True] * 4,
+    )
 
 
-def test_a_handler_that_was_set_since_stays() -> None:
-    def body(comm: Communicator) -> bool:
-        gradwire.catch_stops()
-        comm.should_stop()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        comm.close()
-        return signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-
-    assert ranks.run(1, body, transport="shm", processes=True) == [True]
-
-
-def test_a_forked_helper_ends_at_sigterm() -> None:
-    def body(comm: Communicator) -> tuple[int, bool]:
-        gradwire.catch_stops()
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status), comm.should_stop()
-
-    assert ranks.run(1, body, transport="shm", processes=True) == [(-signal.SIGTERM, False)]
+@ranks.on_ranks(1, transport="shm", processes=True)
+def test_a_communicator_that_is_dropped_puts_handlers_back(comm: Communicator) -> None:
+    before = [signal.getsignal(each) for each in stops.SIGNALS]
+    gradwire.catch_stops()
+    other = comm.split(0)
+    assert other is not None
+    other.should_stop()
+    caught = [signal.getsignal(each) not in before for each in stops.SIGNALS]
+    del other
+    gc.collect()
+    assert [*caught, before == [signal.getsignal(each) for each in stops.SIGNALS]] == [True] * 3
 
 
-def test_ranks_forked_from_a_program_that_asks_catch_signals_of_their_own() -> None:
-    def body(comm: Communicator) -> list[bool]:
-        gradwire.catch_stops()
-        found = gradwire.spawn(_killed, 2, args=(1, signal.SIGTERM))
-        assert not comm.should_stop()
-        return found
+@ranks.on_ranks(1, transport="shm", processes=True)
+def test_a_handler_that_was_set_since_stays(comm: Communicator) -> None:
+    gradwire.catch_stops()
+    comm.should_stop()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    comm.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
-    ((one, other),) = ranks.run(1, body, transport="shm", processes=True)
+
+@ranks.on_ranks(1, transport="shm", processes=True)
+def test_a_forked_helper_ends_at_sigterm(comm: Communicator) -> None:
+    gradwire.catch_stops()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert not comm.should_stop()
+
+
+@ranks.on_ranks(1, transport="shm", processes=True)
+def test_ranks_forked_from_a_program_that_asks_catch_signals_of_their_own(
+    comm: Communicator,
+) -> None:
+    gradwire.catch_stops()
+    found = gradwire.spawn(_killed, 2, args=(1, signal.SIGTERM))
+    assert not comm.should_stop()
+    one, other = found
     assert one == other == [step >= KILLED_AT for step in range(STEPS)]
 
 

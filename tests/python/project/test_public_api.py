@@ -15,7 +15,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Communicator, _core
-from ranks import LIMIT, run
+from ranks import LIMIT, on_ranks
 
 
 def python(code: str, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
@@ -152,19 +152,17 @@ def test_spawned_ranks_meet(transports: list[str] | None) -> None:
     assert gradwire.spawn(body, 3, transports=transports) == [(3.0, expected)] * 3
 
 
-def test_what_a_communicator_says_of_itself() -> None:
-    def body(comm: Communicator) -> None:
-        assert repr(comm) == f"<Communicator rank {comm.rank}/4 shm+tcp>"
-        assert comm.transports[comm.rank ^ 1] == "shm"
-        assert comm.transports[comm.rank ^ 2] == "tcp"
-        assert comm.hosts == ((0, 1, 2, 3),)
-        before = comm.traffic
-        comm.all_reduce(np.ones(1024, np.float32), algorithm="ring")
-        after = comm.traffic
-        assert after.frames_sent - before.frames_sent == 6
-        assert after.bytes_sent - before.bytes_sent == 6 * (1024 + 32)
-
-    run(4, body, transport=lambda low, high: "shm" if low ^ 1 == high else "tcp")
+@on_ranks(4, transport=lambda low, high: "shm" if low ^ 1 == high else "tcp")
+def test_what_a_communicator_says_of_itself(comm: Communicator) -> None:
+    assert repr(comm) == f"<Communicator rank {comm.rank}/4 shm+tcp>"
+    assert comm.transports[comm.rank ^ 1] == "shm"
+    assert comm.transports[comm.rank ^ 2] == "tcp"
+    assert comm.hosts == ((0, 1, 2, 3),)
+    before = comm.traffic
+    comm.all_reduce(np.ones(1024, np.float32), algorithm="ring")
+    after = comm.traffic
+    assert after.frames_sent - before.frames_sent == 6
+    assert after.bytes_sent - before.bytes_sent == 6 * (1024 + 32)
 
 
 def test_names() -> None:

@@ -63,15 +63,12 @@ def fitted(on_gpu: bool, dtype: torch.dtype) -> tuple[list[float], list[torch.Te
     return losses, [each.detach() for each in done]
 
 
-def compare(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch_ranks.on_ranks(1)
+def test_values_and_gradients_pass_through_pinned_memory(dtype: torch.dtype) -> None:
     simulated.install()
     losses, parameters = fitted(True, dtype)
     expected, on_cpu = fitted(False, dtype)
     assert losses == expected
     assert losses[-1] < 0.9 * losses[0]
     assert all(torch.equal(a, b) for a, b in zip(parameters, on_cpu, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_values_and_gradients_pass_through_pinned_memory(dtype: torch.dtype) -> None:
-    torch_ranks.run(1, compare, dtype)

@@ -41,7 +41,9 @@ def train(on_gpu: bool, push_codec: str, pull_codec: str) -> list[torch.Tensor]:
     return [each.detach() for each in found]
 
 
-def compare(codecs: list[tuple[str, str]]) -> None:
+@torch_ranks.on_ranks(1)
+def test_values_and_gradients_pass_through_pinned_memory() -> None:
+    codecs = [("none", "none"), ("onebit", "int8")]
     simulated.install()
     for push, pull in codecs:
         pairs = zip(train(True, push, pull), train(False, push, pull), strict=True)
@@ -50,7 +52,3 @@ def compare(codecs: list[tuple[str, str]]) -> None:
         assert not any(
             torch.equal(a, b) for a, b in zip(train(True, push, pull), start, strict=True)
         )
-
-
-def test_values_and_gradients_pass_through_pinned_memory() -> None:
-    torch_ranks.run(1, compare, [("none", "none"), ("onebit", "int8")])

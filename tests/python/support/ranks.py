@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -58,6 +60,26 @@ class Outcome:
     died: bool = False
     status: int = 0  # with which its process ended; -N: by signal N
     queued: float = 0.0  # seconds that its process waited for a processor, where that is told
+
+
+def on_ranks(p: int | None = None, **options: Any) -> Callable[[Body], Callable[..., None]]:
+    """Makes a test of what each rank runs with its communicator and with the test's parameters.
+
+    `options` are those of `run`. `p`, if it is left out, and `transport` may be parameters.
+    """
+
+    def made(body: Body) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            chosen = {name: given[name] for name in ("transport",) if name in given}
+            size = given["p"] if p is None else p
+            run(size, functools.partial(body, **given), **chosen, **options)
+
+        _, *parameters = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return made
 
 
 def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:

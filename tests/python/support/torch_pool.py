@@ -12,9 +12,7 @@ import inspect
 import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import LIMIT
+from torch_ranks import BodyOf, described
 
 _END_SECONDS = 10.0  # for ranks to close their groups together
 
@@ -81,22 +80,12 @@ def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def test(pool: Pool, **given: Any) -> None:
-        pool.run(_Body(test), given)
+        pool.run(BodyOf(test), given)
 
     parameters = inspect.signature(body).parameters.values()
     pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     test.__signature__ = inspect.Signature([pool, *parameters])  # type: ignore[attr-defined]
     return test
-
-
-@dataclass
-class _Body:
-    """The body of a test, which a rank finds by the name of the test."""
-
-    test: Any
-
-    def __call__(self, given: dict[str, Any]) -> None:
-        self.test.__wrapped__(**given)
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:
@@ -125,8 +114,8 @@ def _serve(store: str, rank: int, size: int, pipe: Connection) -> None:
         faulthandler.dump_traceback_later(LIMIT - 10, file=sys.__stderr__)
         try:
             outcome = True, body(*args)
-        except BaseException:
-            outcome = False, traceback.format_exc()
+        except BaseException as error:
+            outcome = False, described(error)
         faulthandler.cancel_dump_traceback_later()
         pipe.send(outcome)
         if not outcome[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +21,44 @@ from ranks import LIMIT
 
 _context = multiprocessing.get_context("forkserver")  # imports torch once, has no threads
 _context.set_forkserver_preload(["pytest", "torch._dynamo", "gradwire.torch"])
+
+
+def on_ranks(
+    ranks: int | None = None, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each rank runs, with the test's parameters.
+
+    `options` are those of `run`. `ranks`, if it is left out, and `backend` may be parameters.
+    """
+
+    def made(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            chosen = {name: given[name] for name in ("backend",) if name in given}
+            size = given["ranks"] if ranks is None else ranks
+            run(size, BodyOf(test), given, **chosen, **options)
+
+        return test
+
+    return made
+
+
+@dataclass
+class BodyOf:
+    """The body of a test, which a rank finds by the name of the test."""
+
+    test: Any
+
+    def __call__(self, given: dict[str, Any]) -> None:
+        self.test.__wrapped__(**given)
+
+
+def described(error: BaseException) -> str:
+    """Its traceback; where an assertion failed, with the values of variables."""
+    found = traceback.TracebackException.from_exception(
+        error, capture_locals=isinstance(error, AssertionError)
+    )
+    return "".join(found.format())
 
 
 def run(
@@ -71,8 +111,8 @@ def _child(
     )
     try:
         outcome = True, body(*args)
-    except BaseException:
-        outcome = False, traceback.format_exc()
+    except BaseException as error:
+        outcome = False, described(error)
     pipe.send(outcome)
 
 

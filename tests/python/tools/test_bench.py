@@ -18,7 +18,7 @@ from gradwire._tools import cli
 from gradwire.lab.commands import bench as _bench
 from gradwire.lab.tuning import measure
 from gradwire.lab.tuning.measure import COLLECTIVES, Case
-from ranks import LIMIT, run
+from ranks import LIMIT, on_ranks, run
 
 BENCH_OPTIONS = ("-b", "64", "-e", "4K", "-f", "8", "-n", "2", "-w", "1")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -167,11 +167,9 @@ class OneWrong:
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "scatter", "all_to_all"])
-def test_a_wrong_element_is_counted_on_all_ranks(collective: str):
-    def body(comm: Communicator) -> int | None:
-        return measure.wrong_elements(OneWrong(comm), Case(collective, 6))  # type: ignore[arg-type]
-
-    assert run(2, body) == [1, 1]
+@on_ranks(2)
+def test_a_wrong_element_is_counted_on_all_ranks(comm: Communicator, collective: str) -> None:
+    assert measure.wrong_elements(OneWrong(comm), Case(collective, 6)) == 1
 
 
 def test_a_measured_time_is_the_slowest_ranks():

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch_ranks
 from gradwire.torch import Compression, async_save, register
 from torch.nn.parallel import DistributedDataParallel
-from torch_pool import Pool
+from torch_pool import on_ranks
 from torch_training import backward, mlp
 
 
@@ -32,7 +32,9 @@ def training() -> tuple[DistributedDataParallel, Any]:
     return ddp, register(ddp, Compression("onebit", warm_up=0))
 
 
-def saved_and_resumed(folder: str) -> None:
+@on_ranks
+def test_a_training_resumes_from_a_save_that_it_did_not_wait_for(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     ddp, state = training()
     steps(ddp, range(3))
     for save in range(2):  # the second waits for the first
@@ -56,13 +58,8 @@ def saved_and_resumed(folder: str) -> None:
     its.close()
 
 
-def test_a_training_resumes_from_a_save_that_it_did_not_wait_for(
-    pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(saved_and_resumed, str(tmp_path))
-
-
-def two_threads() -> list[str]:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_threads_that_share_a_group_are_told_what_to_do() -> None:
     """Two threads make different calls at once, each rank in another order."""
     messages, ready = [], threading.Event()
     turns = [threading.Event() for _ in range(2)]
@@ -88,12 +85,7 @@ def two_threads() -> list[str]:
     threads[1 - first].join()
     turns[1 - first].set()
     threads[first].join()
-    return messages
-
-
-def test_threads_that_share_a_group_are_told_what_to_do() -> None:
-    for messages in torch_ranks.run(2, two_threads, backend="gradwire"):
-        for message in messages:
-            assert "threads of rank" in message
-            assert "saver" in message
-            assert "gradwire.torch.async_save()" in message
+    for message in messages:
+        assert "threads of rank" in message
+        assert "saver" in message
+        assert "gradwire.torch.async_save()" in message

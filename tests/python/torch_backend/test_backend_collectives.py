@@ -311,7 +311,8 @@ def test_coalesced_calls() -> None:
         equal(other, of_rank(rank, (5,)))
 
 
-def frames_of_coalesced_calls() -> tuple[int, int]:
+@on_ranks
+def test_a_coalesced_call_is_one_operation() -> None:
     size = dist.get_world_size()
 
     def gather(count: int) -> int:
@@ -321,12 +322,7 @@ def frames_of_coalesced_calls() -> tuple[int, int]:
                 dist.all_gather_into_tensor(torch.empty(size), torch.ones(1))
         return traffic() - before
 
-    return gather(1), gather(5)
-
-
-def test_a_coalesced_call_is_one_operation(pool: Pool) -> None:
-    for alone, five in pool.run(frames_of_coalesced_calls):
-        assert alone == five
+    assert gather(1) == gather(5)
 
 
 @on_ranks
@@ -475,14 +471,11 @@ def test_wrong_arguments_leave_the_group_usable() -> None:
     dist.barrier()  # the group is as good as before
 
 
-def profiled() -> set[str]:
+@on_ranks
+def test_the_profiler_shows_calls() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dist.all_reduce(torch.ones(3))
         dist.all_gather_into_tensor(torch.empty(dist.get_world_size()), torch.ones(1))
         dist.barrier()
-    return {each.key for each in profile.key_averages() if each.key.startswith("gradwire:")}
-
-
-def test_the_profiler_shows_calls(pool: Pool) -> None:
-    for names in pool.run(profiled):
-        assert names == {"gradwire:all_reduce", "gradwire:all_gather", "gradwire:barrier"}
+    names = {each.key for each in profile.key_averages() if each.key.startswith("gradwire:")}
+    assert names == {"gradwire:all_reduce", "gradwire:all_gather", "gradwire:barrier"}

@@ -121,7 +121,8 @@ def test_a_killed_rank_is_named_wherever_the_others_wait(ranks: int) -> None:
         assert each == [(place.__name__, "TransportError", 1) for place in PLACES]
 
 
-def future_of_a_lost_rank() -> str:
+@torch_ranks.on_ranks(2, dying=(1,), backend="gradwire")
+def test_a_future_tells_of_a_killed_rank() -> None:
     """A plain future, without autograd: torch keeps the text and loses the type."""
     group = dist.new_group()
     if dist.get_rank() == 1:
@@ -129,15 +130,12 @@ def future_of_a_lost_rank() -> str:
     future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
     with pytest.raises(RuntimeError) as raised:
         future.wait()
-    return str(raised.value)
+    assert "rank 1 is gone" in str(raised.value)
 
 
-def test_a_future_tells_of_a_killed_rank() -> None:
-    first, _ = torch_ranks.run(2, future_of_a_lost_rank, dying=(1,), backend="gradwire")
-    assert "rank 1 is gone" in first
-
-
-def differ() -> list[str]:
+@sizes
+@torch_ranks.on_ranks(backend="gradwire")
+def test_calls_that_differ_are_an_error_of_all_ranks(ranks: int) -> None:
     rank, found = dist.get_rank(), []
     calls: list[Callable[[Any], Any]] = [
         lambda group: dist.all_reduce(torch.ones(3 + (rank == 1)), group=group),
@@ -158,16 +156,10 @@ def differ() -> list[str]:
         except gradwire.Error as error:
             found.append(f"{type(error).__name__}: {error}")
     dist.barrier()
-    return found
-
-
-@sizes
-def test_calls_that_differ_are_an_error_of_all_ranks(ranks: int) -> None:
-    for found in torch_ranks.run(ranks, differ, backend="gradwire"):
-        assert len(found) == 3
-        for text in found:
-            assert text.startswith("InvalidArgument")
-            assert "rank 1" in text
+    assert len(found) == 3
+    for text in found:
+        assert text.startswith("InvalidArgument")
+        assert "rank 1" in text
 
 
 def come_late() -> str | None:
@@ -211,7 +203,9 @@ def test_a_receive_in_vain_names_the_rank(ranks: int) -> None:
     assert first == ("Timeout", 1)
 
 
-def abort_all() -> tuple[str, int]:
+@sizes
+@torch_ranks.on_ranks(backend="gradwire")
+def test_an_abort_ends_the_calls_of_all_ranks(ranks: int) -> None:
     group = dist.new_group()
     if dist.get_rank() == 1:
         group.abort()
@@ -219,17 +213,13 @@ def abort_all() -> tuple[str, int]:
         dist.all_reduce(torch.ones(1), group=group)
     dist.barrier()  # WORLD is another group
     dist.destroy_process_group(group)
-    return type(raised.value).__name__, raised.value.peer
+    found = (type(raised.value).__name__, raised.value.peer)
+    assert found[0] == "Aborted"
+    assert found[1] == 1 or dist.get_rank() == 1
 
 
-@sizes
-def test_an_abort_ends_the_calls_of_all_ranks(ranks: int) -> None:
-    for rank, found in enumerate(torch_ranks.run(ranks, abort_all, backend="gradwire")):
-        assert found[0] == "Aborted"
-        assert found[1] == 1 or rank == 1
-
-
-def leave_early() -> None:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_a_program_that_leaves_operations_ends() -> None:
     """Ends with operations in flight, whose futures threads wait for."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -239,11 +229,9 @@ def leave_early() -> None:
     store.wait(["begun"])  # a rank that had left already would fail the other's calls
 
 
-def test_a_program_that_leaves_operations_ends() -> None:
-    torch_ranks.run(2, leave_early, backend="gradwire")
-
-
-def fail_in_another_group() -> list[tuple[str, int, int]] | None:
+@sizes
+@torch_ranks.on_ranks(dying=(1,), backend="gradwire")
+def test_all_groups_end_and_a_new_one_goes_on(ranks: int) -> None:
     """A rank dies, and the others go on in a new group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone, others = dist.new_group(), dist.new_group([each for each in range(size) if each != 1])
@@ -261,14 +249,7 @@ def fail_in_another_group() -> list[tuple[str, int, int]] | None:
     dist.all_reduce(x, group=group)
     assert x == size - 1
     dist.destroy_process_group()
-    return found
-
-
-@sizes
-def test_all_groups_end_and_a_new_one_goes_on(ranks: int) -> None:
-    ended = torch_ranks.run(ranks, fail_in_another_group, dying=(1,), backend="gradwire")
-    for found in (found for rank, found in enumerate(ended) if rank != 1):
-        assert found == [("TransportError", 1, 1)] * 2 + [("TransportError", -1, 1)]
+    assert found == [("TransportError", 1, 1)] * 2 + [("TransportError", -1, 1)]
 
 
 def no_rendezvous(store: str) -> str | None:
@@ -355,7 +336,9 @@ def test_a_rank_that_misses_a_monitored_barrier_is_named(ranks: int) -> None:
         assert found == ("Timeout", 1)
 
 
-def die_within_backward() -> tuple[str, int]:
+@sizes
+@torch_ranks.on_ranks(dying=(1,), backend="gradwire")
+def test_a_rank_that_dies_within_backward_is_named(ranks: int) -> None:
     """Rank 1 dies while its gradients are computed, when others have begun to send theirs."""
     ddp = DistributedDataParallel(
         nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), bucket_cap_mb=1e-4
@@ -365,11 +348,4 @@ def die_within_backward() -> tuple[str, int]:
         next(ddp.parameters()).register_hook(lambda _: torch_ranks.die())
     with pytest.raises(gradwire.TransportError) as raised:
         step(ddp)
-    return type(raised.value).__name__, raised.value.peer
-
-
-@sizes
-def test_a_rank_that_dies_within_backward_is_named(ranks: int) -> None:
-    ended = torch_ranks.run(ranks, die_within_backward, dying=(1,), backend="gradwire")
-    for found in (found for rank, found in enumerate(ended) if rank != 1):
-        assert found == ("TransportError", 1)
+    assert (type(raised.value).__name__, raised.value.peer) == ("TransportError", 1)

@@ -145,7 +145,10 @@ dist.destroy_process_group()
     assert done.stdout == "[1.0, 1.0, 1.0] gradwire\n", done.stderr
 
 
-def end_and_begin(store: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@torch_ranks.on_ranks(backend="gradwire")
+def test_an_end_and_a_new_beginning_over_the_same_store(ranks: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank < 2:
         for _ in range(2):  # torch gives them the same name
@@ -165,13 +168,10 @@ def end_and_begin(store: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_end_and_a_new_beginning_over_the_same_store(ranks: int, tmp_path: Path) -> None:
-    torch_ranks.run(ranks, end_and_begin, str(tmp_path / "store"), backend="gradwire")
-
-
-def other_pasts(store: str) -> None:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_ranks_that_made_other_groups_before(tmp_path: Path) -> None:
     """Meets after each rank has made another number of groups, as one started anew has."""
+    store = str(tmp_path / "store")
     rank, size = dist.get_rank(), dist.get_world_size()
     for _ in range(rank):
         dist.destroy_process_group()
@@ -187,10 +187,6 @@ def other_pasts(store: str) -> None:
             timeout=timedelta(seconds=LIMIT / 4),
         )
         assert summed_over(None) == size
-
-
-def test_ranks_that_made_other_groups_before(tmp_path: Path) -> None:
-    torch_ranks.run(2, other_pasts, str(tmp_path / "store"), backend="gradwire")
 
 
 @on_ranks

@@ -177,7 +177,8 @@ def compare(cases: tuple[Case, ...]) -> None:
                     assert torch.equal(a, b), (case.__name__, how, a, b)
 
 
-def same_as_on_the_cpu() -> None:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_results_are_those_of_the_cpu() -> None:
     simulated.install()
     compare(ON_GPU)
     assert not simulated._pinned  # nothing of it went through the host's memory
@@ -185,10 +186,6 @@ def same_as_on_the_cpu() -> None:
     assert gpu.links == "host"
     compare(BY_HOST)
     assert simulated._pinned
-
-
-def test_results_are_those_of_the_cpu() -> None:
-    torch_ranks.run(2, same_as_on_the_cpu, backend="gradwire")
 
 
 def read_back(work: Any) -> Any:
@@ -204,7 +201,8 @@ READERS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def streams() -> None:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_waits_order_streams_and_futures() -> None:
     """Reads results on another stream than the caller's, then on the caller's."""
     simulated.install()
     rank = dist.get_rank()
@@ -234,10 +232,6 @@ def streams() -> None:
             assert work.exception() is None
         assert receiving._source_rank() == 1 - rank
         sending.get_future().wait()
-
-
-def test_waits_order_streams_and_futures() -> None:
-    torch_ranks.run(2, streams, backend="gradwire")
 
 
 def encoded(rank: int, to: Any, group: Any) -> list[torch.Tensor]:
@@ -290,7 +284,8 @@ def reduce_until_it_fails(x: torch.Tensor) -> None:
         time.sleep(0.01)
 
 
-def loses_a_rank() -> None:
+@torch_ranks.on_ranks(2, backend="gradwire", dying=(1,))
+def test_a_rank_that_dies_is_named() -> None:
     simulated.install()
     x = cuda(torch.ones(3))
     dist.all_reduce(x)
@@ -303,7 +298,3 @@ def loses_a_rank() -> None:
         with pytest.raises(gradwire.TransportError) as raised:
             call()
         assert raised.value.peer == 1
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    torch_ranks.run(2, loses_a_rank, backend="gradwire", dying=(1,))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from small_training import averaged, batch, model, train
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch_pool import Pool, on_ranks
+from torch_pool import on_ranks
 from torch_versions import HYBRID_SHARDS
 
 
@@ -144,7 +144,9 @@ def test_pipeline_1f1b() -> None:
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
 
 
-def checkpoint(folder: str) -> None:
+@on_ranks
+def test_checkpoints(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -161,11 +163,9 @@ def checkpoint(folder: str) -> None:
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
 
 
-def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
-    pool.run(checkpoint, str(tmp_path))
-
-
-def saved_in_the_background(folder: str) -> None:
+@on_ranks
+def test_checkpoints_in_the_background(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -183,10 +183,6 @@ def saved_in_the_background(folder: str) -> None:
     loaded.load_state_dict(state)
     for ours, theirs in zip(saved.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
-
-
-def test_checkpoints_in_the_background(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved_in_the_background, str(tmp_path))
 
 
 @on_ranks

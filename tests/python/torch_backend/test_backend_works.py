@@ -58,7 +58,8 @@ def test_who_waits_in_vain_may_wait_again() -> None:
     assert x.tolist() == [dist.get_world_size()] * 3
 
 
-def failed() -> None:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_a_failed_operation_is_over_without_success() -> None:
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group()
     if is_last():
         store.wait(["over"])
@@ -71,7 +72,3 @@ def failed() -> None:
     assert not work.is_success()
     assert isinstance(work.exception(), gradwire.Timeout)
     store.set("over", b"")
-
-
-def test_a_failed_operation_is_over_without_success() -> None:
-    torch_ranks.run(2, failed, backend="gradwire")

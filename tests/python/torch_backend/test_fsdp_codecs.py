@@ -60,7 +60,9 @@ def test_without_codecs_it_is_torchs_training() -> None:
         state.close()
 
 
-def choose(link: str | None) -> list[tuple[str, str]]:
+@pytest.mark.parametrize(("link", "codec"), [(None, "none"), ("100mbit", "int8")])
+@torch_ranks.on_ranks(4)
+def test_auto_follows_the_links(link: str | None, codec: str) -> None:
     with pytest.MonkeyPatch.context() as environment:
         if link is not None:
             environment.setenv("GRADWIRE_LINK", link)
@@ -70,14 +72,8 @@ def choose(link: str | None) -> list[tuple[str, str]]:
             backward(module, 0)
             found.append((str(state.codec), state.why))
             state.close()
-    return found
-
-
-@pytest.mark.parametrize(("link", "codec"), [(None, "none"), ("100mbit", "int8")])
-def test_auto_follows_the_links(link: str | None, codec: str) -> None:
-    for found in torch_ranks.run(4, choose, link):
-        assert [each for each, _ in found] == [codec] * 2, found
-        assert all(f"codec='auto' chose {codec}" in why for _, why in found)
+    assert [each for each, _ in found] == [codec] * 2, found
+    assert all(f"codec='auto' chose {codec}" in why for _, why in found)
 
 
 @on_ranks
@@ -346,7 +342,8 @@ def test_mixed_precision() -> None:
             assert losses[1] < 1.15 * losses[0], reduce_dtype
 
 
-def over_gloo() -> list[float]:
+@torch_ranks.on_ranks(4)
+def test_groups_of_another_backend() -> None:
     found = []
     for mesh in meshes().values():
         module, state = registered(mesh, "onebit", gather_codec="int8")
@@ -355,12 +352,7 @@ def over_gloo() -> list[float]:
         found.append(books.error(state))
         state.close()
     gathers_exactly()
-    return found
-
-
-def test_groups_of_another_backend() -> None:
-    for errors in torch_ranks.run(4, over_gloo):
-        assert max(errors) < 1e-5
+    assert max(found) < 1e-5
 
 
 def in_backward() -> tuple[str, int]:

@@ -140,7 +140,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+@torch_ranks.on_ranks(RANKS)
+def test_reductions_and_residuals_have_the_bits_of_the_cpu(case: str) -> None:
     simulated.install()
     simulated.compute()
     expected = train(False, **CASES[case])
@@ -153,12 +155,8 @@ def compare(case: str) -> None:
             assert torch.isfinite(one).all(), index
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_reductions_and_residuals_have_the_bits_of_the_cpu(case: str) -> None:
-    torch_ranks.run(RANKS, compare, case)
-
-
-def begin_without_parts() -> None:
+@torch_ranks.on_ranks(RANKS)
+def test_a_rank_without_a_part_of_any_parameter_ends_its_steps() -> None:
     simulated.install()
     simulated.compute()
     module = sharded_module()
@@ -167,10 +165,6 @@ def begin_without_parts() -> None:
         within_backward(state._steps.begin)
     assert (state.steps, state.error) == (1, None)
     state.close()
-
-
-def test_a_rank_without_a_part_of_any_parameter_ends_its_steps() -> None:
-    torch_ranks.run(RANKS, begin_without_parts)
 
 
 def gathered(communicator: Communicator, codec: str, on_gpu: bool) -> torch.Tensor:
@@ -185,7 +179,9 @@ def gathered(communicator: Communicator, codec: str, on_gpu: bool) -> torch.Tens
     return cpu(output) if on_gpu else output
 
 
-def gather_in(codec: str) -> None:
+@pytest.mark.parametrize("codec", ["bf16", "fp16"])
+@torch_ranks.on_ranks(RANKS)
+def test_parameters_are_gathered_with_the_bits_of_the_cpu(codec: str) -> None:
     simulated.install()
     simulated.compute()
     communicator = communicator_of(dist.group.WORLD)
@@ -193,11 +189,6 @@ def gather_in(codec: str) -> None:
     with simulated.on_stream(simulated.Stream()):
         assert torch.equal(gathered(communicator, codec, True), expected)
     communicator.close()
-
-
-@pytest.mark.parametrize("codec", ["bf16", "fp16"])
-def test_parameters_are_gathered_with_the_bits_of_the_cpu(codec: str) -> None:
-    torch_ranks.run(RANKS, gather_in, codec)
 
 
 def test_int8_gathers_parameters_on_cpus_only() -> None:

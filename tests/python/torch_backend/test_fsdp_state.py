@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch_pool import Pool, on_ranks
+from torch_pool import on_ranks
 from torch_versions import has_fsdp_hooks
 
 pytestmark = has_fsdp_hooks
@@ -76,7 +76,9 @@ def test_resumed_training_equals_uninterrupted() -> None:
             its.close()
 
 
-def in_torchs_checkpoint(folder: str) -> None:
+@on_ranks
+def test_torchs_distributed_checkpoints(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import torch.distributed.checkpoint as dcp
 
     for name, mesh in meshes().items():
@@ -97,10 +99,6 @@ def in_torchs_checkpoint(folder: str) -> None:
             assert torch.equal(one, other)
         state.close()
         its.close()
-
-
-def test_torchs_distributed_checkpoints(pool: Pool, tmp_path: Path) -> None:
-    pool.run(in_torchs_checkpoint, str(tmp_path))
 
 
 def residual_sums(state: FSDPState, group: Any = None) -> dict[str, torch.Tensor]:
@@ -126,7 +124,8 @@ def second_dimension(parameter: nn.Parameter) -> Any:
     return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 4 == 0 else Shard(0)
 
 
-def resized() -> None:
+@torch_ranks.on_ranks(4, backend="gradwire")
+def test_residuals_go_to_another_number_of_ranks() -> None:
     for placement in (None, second_dimension):
         module = sharded(own_mesh(), shard_placement_fn=placement)
         state = register_fsdp(module, Compression("onebit", min_elements=0, warm_up=0))
@@ -143,10 +142,6 @@ def resized() -> None:
                 assert torch.allclose(whole, before[name] / 2, atol=1e-6), name
             its.close()
         dist.barrier()
-
-
-def test_residuals_go_to_another_number_of_ranks() -> None:
-    torch_ranks.run(4, resized, backend="gradwire")
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:

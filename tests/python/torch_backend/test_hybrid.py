@@ -355,7 +355,9 @@ def test_without_a_group_it_says_what_to_call() -> None:
             call()
 
 
-def saved_and_loaded(folder: str) -> None:
+@on_ranks
+def test_checkpoints_fit_other_plans(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import torch.distributed.checkpoint as dcp
 
     trained = gradwire.torch.parallelize(net(), PLAN)
@@ -366,10 +368,6 @@ def saved_and_loaded(folder: str) -> None:
         model.load_state_dict(state)
         for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
             assert torch.equal(whole(ours), whole(theirs))
-
-
-def test_checkpoints_fit_other_plans(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved_and_loaded, str(tmp_path))
 
 
 @on_ranks

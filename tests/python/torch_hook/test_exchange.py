@@ -14,7 +14,7 @@ from gradwire.torch.exchange.gradient_scale import GradientScale
 from gradwire.torch.exchange.residual_state import ResidualState
 from gradwire.torch.exchange.rules import Rules, Stages
 from gradwire.torch.optimizers.warm_up_rules import WarmUpRules
-from ranks import run
+from ranks import on_ranks, run
 
 SHAPES = {"weight": (40, 50), "bias": (40,)}
 
@@ -72,18 +72,16 @@ def test_what_averages_do_not_deliver_stays_in_residuals() -> None:
     torch.testing.assert_close(given, found[0][1] + kept, rtol=0, atol=1e-5)
 
 
-def test_a_step_that_is_not_kept_changes_no_residual() -> None:
-    def body(comm: Communicator) -> None:
-        feedback = ErrorFeedback()
-        over = exchange(comm, Rules("onebit"), feedback)
-        averaged(over, 0)
-        before = feedback.residual("weight")
-        averaged(over, 1, keep=False)
-        assert (feedback.residual("weight") == before).all()
-        assert not over.end(True)  # there is no step any more
-        assert (feedback.residual("weight") == before).all()
-
-    run(2, body)
+@on_ranks(2)
+def test_a_step_that_is_not_kept_changes_no_residual(comm: Communicator) -> None:
+    feedback = ErrorFeedback()
+    over = exchange(comm, Rules("onebit"), feedback)
+    averaged(over, 0)
+    before = feedback.residual("weight")
+    averaged(over, 1, keep=False)
+    assert (feedback.residual("weight") == before).all()
+    assert not over.end(True)  # there is no step any more
+    assert (feedback.residual("weight") == before).all()
 
 
 class Failing:
@@ -97,52 +95,46 @@ class Failing:
         raise TransportError(self._name)
 
 
-def test_all_works_are_waited_for_and_the_first_error_is_raised() -> None:
-    def body(comm: Communicator) -> None:
-        over, waited = exchange(comm, Rules("none")), list[str]()
-        over.add(Failing(waited, "one"))
-        over.add(Failing(waited, "other"))
-        with pytest.raises(TransportError, match="one"):
-            over.wait()
-        assert waited == ["one", "other"]
-        over.wait()  # for nothing
-
-    run(1, body)
+@on_ranks(1)
+def test_all_works_are_waited_for_and_the_first_error_is_raised(comm: Communicator) -> None:
+    over, waited = exchange(comm, Rules("none")), list[str]()
+    over.add(Failing(waited, "one"))
+    over.add(Failing(waited, "other"))
+    with pytest.raises(TransportError, match="one"):
+        over.wait()
+    assert waited == ["one", "other"]
+    over.wait()  # for nothing
 
 
-def test_16_bit_averages_come_while_the_rest_travels() -> None:
+@on_ranks(2)
+def test_16_bit_averages_come_while_the_rest_travels(comm: Communicator) -> None:
     """Waiting for what is rounded does not wait for other works."""
-
-    def body(comm: Communicator) -> None:
-        over, waited = exchange(comm, Rules("onebit"), ErrorFeedback()), list[str]()
-        bucket = gradients(comm, 0, torch.bfloat16)
-        own = bucket.gradients[0].clone()
-        over.open(0, GradientScale())
-        over.start(bucket)
-        over.add(Failing(waited, "other"))
-        over.wait_to_round()
-        assert not waited
-        assert not torch.equal(bucket.gradients[0], own)
-        assert over.end(True)
-        assert waited == ["other"]
-
-    run(2, body)
+    over, waited = exchange(comm, Rules("onebit"), ErrorFeedback()), list[str]()
+    bucket = gradients(comm, 0, torch.bfloat16)
+    own = bucket.gradients[0].clone()
+    over.open(0, GradientScale())
+    over.start(bucket)
+    over.add(Failing(waited, "other"))
+    over.wait_to_round()
+    assert not waited
+    assert not torch.equal(bucket.gradients[0], own)
+    assert over.end(True)
+    assert waited == ["other"]
 
 
-def test_averages_with_nan_on_one_rank_change_no_residual_on_any() -> None:
-    def body(comm: Communicator) -> Any:
-        feedback = ErrorFeedback()
-        over = exchange(comm, Rules("onebit"), feedback)
-        tensors = dict(zip(SHAPES, gradients(comm, 0).gradients, strict=True))
-        if comm.rank == 1:
-            tensors["bias"][3] = torch.nan
-        averages = Averages(tensors, 0.5, over)
-        averages.start(0)
-        averages.wait()
-        averages.wait()  # again does nothing
-        return averages.finite, sum(feedback.residual(name).size for name in SHAPES)
-
-    assert run(2, body) == [(False, 0)] * 2
+@on_ranks(2)
+def test_averages_with_nan_on_one_rank_change_no_residual_on_any(comm: Communicator) -> None:
+    feedback = ErrorFeedback()
+    over = exchange(comm, Rules("onebit"), feedback)
+    tensors = dict(zip(SHAPES, gradients(comm, 0).gradients, strict=True))
+    if comm.rank == 1:
+        tensors["bias"][3] = torch.nan
+    averages = Averages(tensors, 0.5, over)
+    averages.start(0)
+    averages.wait()
+    averages.wait()  # again does nothing
+    assert not averages.finite
+    assert sum(feedback.residual(name).size for name in SHAPES) == 0
 
 
 def test_groups_of_a_codec_follow_stages_and_warm_ups() -> None:

@@ -39,7 +39,10 @@ def same_state(module: nn.Module) -> bool:
     return same_everywhere(each.flatten() for each in module.state_dict().values())
 
 
-def parameters_of(root: int, own: bool) -> tuple[bool, bool, bool, int]:
+@pytest.mark.parametrize(("ranks", "root"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize("own", [True, False])
+@torch_ranks.on_ranks()
+def test_parameters_become_those_of_the_root(ranks: int, root: int, own: bool) -> None:
     module = Everything(seed=dist.get_rank())
     strides = module.across.stride()
     differed = not same_state(module)
@@ -49,16 +52,22 @@ def parameters_of(root: int, own: bool) -> tuple[bool, bool, bool, int]:
     right = all(each.equal(expected[name]) for name, each in module.state_dict().items())
     broadcast_parameters(list(module.named_parameters()), root, ranks=communicator)
     broadcast_parameters(module.named_parameters(), ranks=communicator)
-    return differed, right, same_state(module), strides == module.across.stride()
+    assert differed
+    assert right
+    assert same_state(module)
+    assert strides == module.across.stride()
 
 
-@pytest.mark.parametrize(("ranks", "root"), [(2, 0), (3, 2)])
-@pytest.mark.parametrize("own", [True, False])
-def test_parameters_become_those_of_the_root(ranks: int, root: int, own: bool) -> None:
-    assert torch_ranks.run(ranks, parameters_of, root, own) == [(True, True, True, True)] * ranks
-
-
-def differing(what: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", "'a' is torch.float32 of shape (4,) on rank 1 and torch.float32 of shape (3,)"),
+        ("type", "'a' is torch.float64 of shape (3,) on rank 1"),
+        ("name", "'b' is missing on rank 1 and torch.float32 of shape (2,) on rank 0"),
+    ],
+)
+@torch_ranks.on_ranks(3)
+def test_parameters_of_another_model_are_refused_on_all_ranks(what: str, words: str) -> None:
     rank = dist.get_rank()
     tensors: dict[str, Any] = {"a": torch.zeros(3), "b": torch.zeros(2)}
     if rank == 1:
@@ -70,32 +79,16 @@ def differing(what: str) -> str:
         tensors = changed[what]
     with pytest.raises(gradwire.InvalidArgument) as raised:
         broadcast_parameters(tensors)
-    return str(raised.value)
+    assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("shape", "'a' is torch.float32 of shape (4,) on rank 1 and torch.float32 of shape (3,)"),
-        ("type", "'a' is torch.float64 of shape (3,) on rank 1"),
-        ("name", "'b' is missing on rank 1 and torch.float32 of shape (2,) on rank 0"),
-    ],
-)
-def test_parameters_of_another_model_are_refused_on_all_ranks(what: str, words: str) -> None:
-    for message in torch_ranks.run(3, differing, what):
-        assert words in message
-
-
-def in_another_order() -> list[list[float]]:
+@torch_ranks.on_ranks(2)
+def test_parameters_go_by_their_names() -> None:
     rank = dist.get_rank()
     one, other = torch.full((3,), float(rank)), torch.full((3,), 10.0 + rank)
     named = {"a": one, "b": other} if rank else {"b": other, "a": one}
     broadcast_parameters(named)
-    return [one.tolist(), other.tolist()]
-
-
-def test_parameters_go_by_their_names() -> None:
-    assert torch_ranks.run(2, in_another_order) == [[[0.0] * 3, [10.0] * 3]] * 2
+    assert [one.tolist(), other.tolist()] == [[0.0] * 3, [10.0] * 3]
 
 
 def no_parameters() -> list[str]:
@@ -150,8 +143,12 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
     optimizer.step(closure)
 
 
-def state_of(name: str, root: int, others: int) -> bool:
-    """Whether training goes on alike, bit for bit, where the others made so many steps."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("ranks", "root", "others"), [(2, 0, 0), (3, 1, 0), (2, 0, 5)])
+@torch_ranks.on_ranks()
+def test_optimizers_go_on_like_that_of_the_root(
+    name: str, ranks: int, root: int, others: int
+) -> None:
     rank = dist.get_rank()
     module, optimizer = optimizer_of(name, rank, 3 if rank == root else others)
     optimizer.param_groups[0]["lr"] *= 1 + rank
@@ -161,29 +158,19 @@ def state_of(name: str, root: int, others: int) -> bool:
     assert groups == [id(each) for each in optimizer.param_groups]  # to which schedulers refer
     for step in range(3, 6):
         train(module, optimizer, step)
-    return same_state(module)
+    assert same_state(module)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("ranks", "root", "others"), [(2, 0, 0), (3, 1, 0), (2, 0, 5)])
-def test_optimizers_go_on_like_that_of_the_root(
-    name: str, ranks: int, root: int, others: int
-) -> None:
-    assert torch_ranks.run(ranks, state_of, name, root, others) == [True] * ranks
-
-
-def a_fresh_root() -> int:
+@torch_ranks.on_ranks(2)
+def test_a_root_without_state_lets_the_others_forget_theirs() -> None:
     rank = dist.get_rank()
     _, optimizer = optimizer_of("AdamW", rank, 3 * rank)
     broadcast_optimizer_state(optimizer)
-    return len(optimizer.state)
+    assert len(optimizer.state) == 0
 
 
-def test_a_root_without_state_lets_the_others_forget_theirs() -> None:
-    assert torch_ranks.run(2, a_fresh_root) == [0, 0]
-
-
-def unusual_state() -> list[Any]:
+@torch_ranks.on_ranks(3)
+def test_values_of_any_kind_are_those_of_the_root() -> None:
     """Types that load_state_dict() would change, and values that are no tensors."""
     parameter = nn.Parameter(torch.zeros(3).bfloat16())
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -196,7 +183,8 @@ def unusual_state() -> list[Any]:
     (group,) = optimizer.param_groups
     state = optimizer.state[parameter]
     text, deep = group["more"]
-    return [
+    expected = [0.25, "text", [1, 2], None, "torch.float32", [1.0, 2.0, 3.0], "it", {"count": 7}]
+    assert [
         float(group["lr"]),
         text,
         deep["deep"][0].tolist(),
@@ -206,15 +194,11 @@ def unusual_state() -> list[Any]:
         state["name"],
         optimizer.state["all"],
         group["params"][0] is parameter,
-    ]
+    ] == [*expected, True]
 
 
-def test_values_of_any_kind_are_those_of_the_root() -> None:
-    expected = [0.25, "text", [1, 2], None, "torch.float32", [1.0, 2.0, 3.0], "it", {"count": 7}]
-    assert torch_ranks.run(3, unusual_state) == [[*expected, True]] * 3
-
-
-def other_groups() -> list[str]:
+@torch_ranks.on_ranks(2)
+def test_optimizers_of_other_parameters_are_refused_on_all_ranks() -> None:
     rank = dist.get_rank()
     parameters = list(nn.Linear(2, 2).parameters())
     groups: Any = [{"params": [each]} for each in parameters] if rank else parameters
@@ -227,13 +211,7 @@ def other_groups() -> list[str]:
         with pytest.raises(gradwire.InvalidArgument) as raised:
             broadcast_optimizer_state(each)
         found.append(str(raised.value))
-    return found
-
-
-def test_optimizers_of_other_parameters_are_refused_on_all_ranks() -> None:
-    for regrouped, kind, sharded in torch_ranks.run(2, other_groups):
-        assert "rank 1's optimizer has groups of [1, 1] parameters, that of rank 0 has [2]" in (
-            regrouped
-        )
-        assert "optimizer=SGD is a class" in kind
-        assert "consolidate_state_dict" in sharded
+    regrouped, kind, sharded = found
+    assert "rank 1's optimizer has groups of [1, 1] parameters, that of rank 0 has [2]" in regrouped
+    assert "optimizer=SGD is a class" in kind
+    assert "consolidate_state_dict" in sharded

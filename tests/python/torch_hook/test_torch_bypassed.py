@@ -27,7 +27,8 @@ def refused(module: nn.Module, trained: nn.Module) -> str:
     return str(raised.value)
 
 
-def bypassed() -> list[str]:
+@torch_ranks.on_ranks(2)
+def test_steps_of_gradients_that_did_not_come_to_the_hook_are_refused() -> None:
     """The module is trained in place of the model; and a trainer drops the hook it was given."""
     inside = mlp()
     state = register(DistributedDataParallel(inside))
@@ -44,17 +45,13 @@ def bypassed() -> list[str]:
         backward(plain, step)
         optimizer.step()
     assert kept.steps == 2
-    return messages
+    for message in messages:
+        assert "SGD steps '0.weight', and no gradient of the model came" in message
+        assert "ddp_comm_hook=" in message
 
 
-def test_steps_of_gradients_that_did_not_come_to_the_hook_are_refused() -> None:
-    for messages in torch_ranks.run(2, bypassed):
-        for message in messages:
-            assert "SGD steps '0.weight', and no gradient of the model came" in message
-            assert "ddp_comm_hook=" in message
-
-
-def allowed() -> int:
+@torch_ranks.on_ranks(2)
+def test_other_steps_are_not() -> None:
     """Local steps within no_sync, another model's optimizer, and a closed hook."""
     ddp, other = DistributedDataParallel(mlp()), mlp()
     state = register(ddp)
@@ -67,14 +64,11 @@ def allowed() -> int:
     for module in (other, closed):
         backward(module, 0)
         torch.optim.SGD(module.parameters(), lr=0.1).step()
-    return state.steps
+    assert state.steps == 0
 
 
-def test_other_steps_are_not() -> None:
-    assert torch_ranks.run(2, allowed) == [0, 0]
-
-
-def validated() -> int:
+@torch_ranks.on_ranks(2)
+def test_steps_after_a_validation_that_left_the_wrapper_in_eval_are_not() -> None:
     """As trainers do: the wrapper stays in eval(), and the step runs its last backward itself."""
     ddp = DistributedDataParallel(mlp())
     state = register(ddp)
@@ -88,14 +82,11 @@ def validated() -> int:
         with ddp.no_sync():
             backward(ddp, 2 * step)
         optimizer.step(partial(backward, ddp, 2 * step + 1))
-    return state.steps
+    assert state.steps == 2
 
 
-def test_steps_after_a_validation_that_left_the_wrapper_in_eval_are_not() -> None:
-    assert torch_ranks.run(2, validated) == [2, 2]
-
-
-def failed_in_eval() -> str:
+@torch_ranks.on_ranks(2)
+def test_forwards_raise_the_error_where_the_wrapper_is_in_eval() -> None:
     ddp = DistributedDataParallel(mlp())
     state = register(ddp)
     backward(ddp, 0)
@@ -106,8 +97,4 @@ def failed_in_eval() -> str:
         backward(ddp, 1)
     with pytest.raises(gradwire.Aborted) as raised:
         ddp(batch(2)[0])
-    return str(raised.value)
-
-
-def test_forwards_raise_the_error_where_the_wrapper_is_in_eval() -> None:
-    assert all("enough" in message for message in torch_ranks.run(2, failed_in_eval))
+    assert "enough" in str(raised.value)

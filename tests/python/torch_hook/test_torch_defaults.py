@@ -140,8 +140,8 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), *middle, nn.Linear(64, 10))
 
 
-def codecs_by_step() -> tuple[list[dict[str, int]], bool, bool, str]:
-    """The parameters by codec in two steps; whether ranks agree, bits are those of Stages."""
+@torch_ranks.on_ranks(2)
+def test_training_changes_to_the_codec_after_the_warm_up() -> None:
     ddp, by_hand = DistributedDataParallel(deep()), DistributedDataParallel(deep())
     state = register(ddp, Compression("topk:density=0.05", warm_up=1))
     names = [name for name, _ in ddp.module.named_parameters()]
@@ -154,15 +154,10 @@ def codecs_by_step() -> tuple[list[dict[str, int]], bool, bool, str]:
         found.append({name: each.parameters for name, each in state.stats().codecs.items()})
     pairs = zip(ddp.parameters(), by_hand.parameters(), strict=True)
     same = all(one.grad.equal(other.grad) for one, other in pairs)
-    return found, same_everywhere(each.grad for each in ddp.parameters()), same, str(state.stats())
-
-
-def test_training_changes_to_the_codec_after_the_warm_up() -> None:
-    for found, agree, as_by_hand, table in torch_ranks.run(2, codecs_by_step):
-        assert found == [{"int8": 10}, {"int8": 7, "topk:density=0.05": 3}]
-        assert agree
-        assert as_by_hand
-        assert table.startswith("topk:density=0.05 after 1 steps in int8")
+    assert found == [{"int8": 10}, {"int8": 7, "topk:density=0.05": 3}]
+    assert same_everywhere(each.grad for each in ddp.parameters())
+    assert same
+    assert str(state.stats()).startswith("topk:density=0.05 after 1 steps in int8")
 
 
 def told(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, **hook: Any) -> list[str]:
@@ -220,14 +215,10 @@ def test_a_codec_that_is_left_for_no_parameter_is_told() -> None:
     assert not any(second)
 
 
-def disagree() -> str:
+@torch_ranks.on_ranks(2)
+def test_another_warm_up_on_one_rank_is_refused_on_all() -> None:
     with pytest.raises(gradwire.InvalidArgument) as raised:
         register(
             DistributedDataParallel(nn.Linear(3, 3)), Compression("onebit", warm_up=dist.get_rank())
         )
-    return str(raised.value)
-
-
-def test_another_warm_up_on_one_rank_is_refused_on_all() -> None:
-    for message in torch_ranks.run(2, disagree):
-        assert "a different warm_up= by rank: 0 on rank 0; 1 on rank 1" in message
+    assert "a different warm_up= by rank: 0 on rank 0; 1 on rank 1" in str(raised.value)

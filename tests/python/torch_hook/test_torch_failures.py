@@ -52,7 +52,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def lose_a_rank(setting: str) -> tuple[str, int, str, float]:
+@pytest.mark.parametrize("setting", SETTINGS)
+@torch_ranks.on_ranks(3, dying=(1,))
+def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     ddp = DistributedDataParallel(model(buffers=setting == "buffers"), **SETTINGS[setting])
     state = register(ddp)
@@ -69,19 +71,14 @@ def lose_a_rank(setting: str) -> tuple[str, int, str, float]:
     with pytest.raises(gradwire.TransportError) as again:  # before it could hang in forward
         step(ddp, 6)
     assert repr(again.value) == repr(state.error)
-    return type(state.error).__name__, state.error.peer, str(state.error), waited
+    assert (type(state.error).__name__, state.error.peer) == ("TransportError", 1)
+    assert "rank 1" in str(state.error)
+    assert waited < 4
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_killed_rank_is_a_typed_error_of_every_step(setting: str) -> None:
-    ended = torch_ranks.run(3, lose_a_rank, setting, dying=(1,))
-    for name, peer, text, waited in (ended[0], ended[2]):
-        assert (name, peer) == ("TransportError", 1)
-        assert "rank 1" in text
-        assert waited < 4
-
-
-def lose_a_rank_between(setting: str) -> tuple[str, int, str]:
+@pytest.mark.parametrize("setting", ["one bucket", "small buckets", "static graph"])
+@torch_ranks.on_ranks(3, dying=(1,))
+def test_a_rank_that_is_lost_before_buckets_are_rebuilt_is_named(setting: str) -> None:
     """Loses a rank after the first backward; in the second forward DDP itself agrees on buckets."""
     ddp = DistributedDataParallel(model(), **SETTINGS[setting])
     state = register(ddp)
@@ -91,15 +88,8 @@ def lose_a_rank_between(setting: str) -> tuple[str, int, str]:
     with pytest.raises(gradwire.TransportError) as raised:
         step(ddp, 1)
     assert repr(raised.value) == repr(state.error)
-    return type(raised.value).__name__, raised.value.peer, str(raised.value)
-
-
-@pytest.mark.parametrize("setting", ["one bucket", "small buckets", "static graph"])
-def test_a_rank_that_is_lost_before_buckets_are_rebuilt_is_named(setting: str) -> None:
-    ended = torch_ranks.run(3, lose_a_rank_between, setting, dying=(1,))
-    for name, peer, text in (ended[0], ended[2]):
-        assert (name, peer) == ("TransportError", 1)
-        assert "rank 1" in text
+    assert (type(raised.value).__name__, raised.value.peer) == ("TransportError", 1)
+    assert "rank 1" in str(raised.value)
 
 
 def train_unevenly(ddp: DistributedDataParallel, by_all: bool, within: str) -> None:
@@ -113,21 +103,16 @@ def train_unevenly(ddp: DistributedDataParallel, by_all: bool, within: str) -> N
             step(ddp, number)
 
 
-def lose_a_rank_in_join(by_all: bool, within: str) -> tuple[str, int, bool]:
+@pytest.mark.parametrize(("by_all", "within"), [(False, "forward"), (True, "backward")])
+@torch_ranks.on_ranks(3, dying=(1,))
+def test_a_rank_that_is_lost_within_join_is_named(by_all: bool, within: str) -> None:
     ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
     state = register(ddp)
     with pytest.raises(gradwire.TransportError) as raised:
         train_unevenly(ddp, by_all, within)
-    return str(state.error), raised.value.peer, repr(raised.value) == repr(state.error)
-
-
-@pytest.mark.parametrize(("by_all", "within"), [(False, "forward"), (True, "backward")])
-def test_a_rank_that_is_lost_within_join_is_named(by_all: bool, within: str) -> None:
-    ended = torch_ranks.run(3, lose_a_rank_in_join, by_all, within, dying=(1,))
-    for text, peer, same in (ended[0], ended[2]):
-        assert "rank 1" in text
-        assert peer == 1
-        assert same
+    assert "rank 1" in str(state.error)
+    assert raised.value.peer == 1
+    assert repr(raised.value) == repr(state.error)
 
 
 # How a rank's program ends, outside of backward, and what the others are told.
@@ -138,7 +123,9 @@ ENDS = {
 }
 
 
-def end_alone(how: str) -> tuple[str, int, str]:
+@pytest.mark.parametrize("how", ENDS)
+@torch_ranks.on_ranks(3, dying=(1,))
+def test_a_rank_that_ends_alone_is_named_in_backward(how: str) -> None:
     """Rank 1 does, while the others are within backward."""
     store = dist.distributed_c10d._get_default_store()
     ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
@@ -155,19 +142,14 @@ def end_alone(how: str) -> tuple[str, int, str]:
     last.register_post_accumulate_grad_hook(lambda _: store.set("a bucket waits", "yes"))
     with pytest.raises((gradwire.Aborted, gradwire.TransportError)) as raised:
         step(ddp, 2)
-    return type(raised.value).__name__, raised.value.peer, str(raised.value)
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_rank_that_ends_alone_is_named_in_backward(how: str) -> None:
     _, name, text = ENDS[how]
-    ended = torch_ranks.run(3, end_alone, how, dying=(1,))
-    for found in (ended[0], ended[2]):
-        assert found[:2] == (name, 1)
-        assert re.search(text, found[2])
+    found = (type(raised.value).__name__, raised.value.peer, str(raised.value))
+    assert found[:2] == (name, 1)
+    assert re.search(text, found[2])
 
 
-def stop_a_rank() -> tuple[str, int]:
+@torch_ranks.on_ranks(3)
+def test_a_stopped_rank_is_a_timeout_that_names_it() -> None:
     store = dist.distributed_c10d._get_default_store()
     ddp = DistributedDataParallel(model())
     state = register(ddp, ranks=Ranks(timeout=2))
@@ -181,11 +163,8 @@ def stop_a_rank() -> tuple[str, int]:
     assert "It has not been heard of for" in str(raised.value)
     if dist.get_rank() == 0:
         os.kill(int(store.get("stopped")), signal.SIGCONT)
-    return type(state.error).__name__, state.error.peer
-
-
-def test_a_stopped_rank_is_a_timeout_that_names_it() -> None:
-    assert torch_ranks.run(3, stop_a_rank) == [("Timeout", 1)] * 3
+    assert type(state.error).__name__ == "Timeout"
+    assert state.error.peer == 1
 
 
 def interrupt_backward() -> tuple[str, float]:
@@ -243,8 +222,9 @@ def loader(end: str, workers: int) -> DataLoader[torch.Tensor]:
     return DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context)
 
 
-def load_in_children(end: str) -> bool:
-    """Whether the training equals the one without workers, before and after a worker ends."""
+@pytest.mark.parametrize("end", ["", "killed", "exits"])
+@torch_ranks.on_ranks(2)
+def test_data_loader_workers_may_be_forked_after_init(end: str) -> None:
     models = []
     for workers in (0, 2):
         ddp = DistributedDataParallel(model(), **SMALL_BUCKETS)
@@ -262,12 +242,7 @@ def load_in_children(end: str) -> bool:
                 gc.collect()  # its workers end with the loader, which its exception refers to
         assert state.error is None
         models.append(torch.cat([each.detach().flatten() for each in ddp.parameters()]))
-    return torch.equal(*models)
-
-
-@pytest.mark.parametrize("end", ["", "killed", "exits"])
-def test_data_loader_workers_may_be_forked_after_init(end: str) -> None:
-    assert torch_ranks.run(2, load_in_children, end) == [True, True]
+    assert torch.equal(*models)
 
 
 def reference(directory: str) -> str:

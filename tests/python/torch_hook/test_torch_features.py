@@ -57,8 +57,8 @@ def trained(
     return flat(ddp)
 
 
-def recomputed() -> list[bool]:
-    """Whether bits are those of a model that keeps its activations."""
+@torch_ranks.on_ranks(2)
+def test_recomputed_activations_change_no_bit() -> None:
     found = []
     for hook in HOOKS:
         kept = trained(hook, mlp())
@@ -66,14 +66,11 @@ def recomputed() -> list[bool]:
             for reentrant in (False, True):
                 again = trained(hook, Recomputed(reentrant), setting=setting)
                 found.append(kept.equal(again))
-    return found
+    assert found == [True] * 4 * len(HOOKS)
 
 
-def test_recomputed_activations_change_no_bit() -> None:
-    assert torch_ranks.run(2, recomputed) == [[True] * 4 * len(HOOKS)] * 2
-
-
-def fused() -> list[float]:
+@torch_ranks.on_ranks(2)
+def test_fused_optimizers_step_what_the_hook_averaged() -> None:
     found = []
     for hook in HOOKS:
         for make, options in ((SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})):
@@ -81,12 +78,7 @@ def fused() -> list[float]:
                 trained(hook, mlp(), make=make, fused=each, **options) for each in (False, True)
             ]
             found.append(float((ends[0] - ends[1]).abs().max()))
-    return found
-
-
-def test_fused_optimizers_step_what_the_hook_averaged() -> None:
-    for found in torch_ranks.run(2, fused):
-        assert max(found) < 1e-5
+    assert max(found) < 1e-5
 
 
 def distances_when_compiled(backend: str) -> list[float]:

@@ -125,17 +125,14 @@ def test_what_codecs_remember_survives_a_rebuild() -> None:
     assert torch_ranks.run(2, with_each, codecs, same_in_all_settings) == [expected] * 2
 
 
-def residuals_by_name(codec: str) -> dict[str, int]:
+@torch_ranks.on_ranks(2)
+def test_keys_are_the_parameters_names() -> None:
     ddp, _ = wrapped(mlp())
-    state = register(ddp, Compression(codec, min_elements=0, feedback=True, warm_up=0))
+    state = register(ddp, Compression(LOSSY[0], min_elements=0, feedback=True, warm_up=0))
     backward(ddp, 0)
     assert state.feedback is not None
-    return state.feedback.keys()
-
-
-def test_keys_are_the_parameters_names() -> None:
     expected = {name: each.numel() for name, each in mlp().named_parameters()}
-    assert torch_ranks.run(2, residuals_by_name, LOSSY[0]) == [expected] * 2
+    assert state.feedback.keys() == expected
 
 
 def accumulate(codec: str, views: bool) -> float:
@@ -248,11 +245,12 @@ def test_nothing_is_lost_with_uneven_inputs(by_all: bool) -> None:
     assert [steps for _, steps in every] == [7] * 3
 
 
-def wrap_anew() -> float:
-    """Changes buckets at later steps than DDP does it by itself.
+def interrupt(_: torch.Tensor) -> None:
+    raise RuntimeError("enough")
 
-    Each time since a backward was broken off.
-    """
+
+@torch_ranks.on_ranks(2)
+def test_nothing_is_lost_when_buckets_change_later() -> None:
     module = Tower(len(CODECS))
     _, books = wrapped(module)
     feedback = gradwire.ErrorFeedback()
@@ -275,16 +273,7 @@ def wrap_anew() -> float:
             handle.remove()
             forget()
             ddp.zero_grad()
-    return books.missing(feedback)
-
-
-def interrupt(_: torch.Tensor) -> None:
-    raise RuntimeError("enough")
-
-
-def test_nothing_is_lost_when_buckets_change_later() -> None:
-    for missing in torch_ranks.run(2, wrap_anew):
-        assert missing < ROUNDING
+    assert books.missing(feedback) < ROUNDING
 
 
 def freeze(codec: str) -> tuple[float, bool]:

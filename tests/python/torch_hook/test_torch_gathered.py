@@ -81,7 +81,8 @@ def test_the_state_of_another_rank_is_refused() -> None:
         assert average == 2.0  # nothing was changed
 
 
-def load_a_state_without_a_rank() -> tuple[list[str], float]:
+@torch_ranks.on_ranks(1)
+def test_the_state_of_an_earlier_version_is_taken_with_a_warning() -> None:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda each: warnings.append(each.getMessage())  # type: ignore[method-assign]
@@ -89,14 +90,9 @@ def load_a_state_without_a_rank() -> tuple[list[str], float]:
     ddp, state = holds(2.0)
     old = {k: v for k, v in state.state_dict().items() if k not in ("rank", "world_size")}
     state.load_state_dict({**old, "version": 1})
-    return warnings, delivered(ddp)
-
-
-def test_the_state_of_an_earlier_version_is_taken_with_a_warning() -> None:
-    ((warnings, average),) = torch_ranks.run(1, load_a_state_without_a_rank)
     assert len(warnings) == 1
     assert "without its rank" in warnings[0]
-    assert average == 2.0
+    assert delivered(ddp) == 2.0
 
 
 AMOUNTS = (800.0, 400.0, 1200.0, 800.0, 0.0, 1600.0)
@@ -156,8 +152,8 @@ def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, State]:
     )
 
 
-def gather_and_scatter() -> list[bool]:
-    """Keeps every bit on as many ranks."""
+@torch_ranks.on_ranks(2)
+def test_what_was_gathered_goes_back_bit_for_bit() -> None:
     ddp, optimizer, state = start()
     train(range(4), ddp, optimizer)
     weights = {name: each.clone() for name, each in ddp.module.state_dict().items()}
@@ -177,11 +173,7 @@ def gather_and_scatter() -> list[bool]:
         assert its.steps == state.steps
         pairs = zip(ddp.parameters(), again.parameters(), strict=True)
         found.append(all(one.equal(other) for one, other in pairs))
-    return found
-
-
-def test_what_was_gathered_goes_back_bit_for_bit() -> None:
-    assert torch_ranks.run(2, gather_and_scatter) == [[True, True]] * 2
+    assert found == [True, True]
 
 
 def train_on_others() -> bytes:
@@ -255,7 +247,8 @@ def test_of_half_as_many_ranks_residuals_weigh_no_more(how: str) -> None:
     assert torch_ranks.run(4, shrink_to_half, how)[:2] == [800.0, 800.0]
 
 
-def no_states_of_all() -> list[str]:
+@torch_ranks.on_ranks(2)
+def test_what_is_not_all_states_is_refused_on_all_ranks() -> None:
     ddp, state = holds(1.0, 2.0)
     gathered = gather_state_dict(state)
     own = state.state_dict()
@@ -271,38 +264,27 @@ def no_states_of_all() -> list[str]:
     assert "give what state.state_dict()" in message(state.load_state_dict, None)
     found = [message(scatter_state_dict, state, each) for each in wrong]
     assert delivered(ddp) == 1.5  # nothing was changed, and ranks are in step
-    return found
-
-
-def test_what_is_not_all_states_is_refused_on_all_ranks() -> None:
     expected = ["no states of all ranks"] * 2 + ["those of all ranks, in order"] * 3
     expected += ["of different steps, 0, 3", "5 elements of 'weight', another's has 4"]
-    for found in torch_ranks.run(2, no_states_of_all):
-        for text, words in zip(found, expected, strict=True):
-            assert words in text
+    for text, words in zip(found, expected, strict=True):
+        assert words in text
 
 
-def states_that_are_not_whole() -> list[str]:
+@torch_ranks.on_ranks(2)
+def test_states_that_are_not_whole_are_refused_on_all_ranks() -> None:
     _, state = holds(1.0, 2.0)
     whole = gather_state_dict(state)
     found = []
     for broken in ([3, 4], [{**each, "feedback": None} for each in whole["ranks"]] if whole else 0):
         found.append(message(scatter_state_dict, state, {"ranks": broken}))
-    return found
+    assert all("the states are not whole" in text for text in found), found
 
 
-def test_states_that_are_not_whole_are_refused_on_all_ranks() -> None:
-    for found in torch_ranks.run(2, states_that_are_not_whole):
-        assert all("the states are not whole" in text for text in found), found
-
-
-def of_another_model() -> str:
+@torch_ranks.on_ranks(2)
+def test_all_states_of_another_model_are_refused() -> None:
     _, state = holds(1.0, 2.0)
     gathered = gather_state_dict(state)
     other = register(DistributedDataParallel(mlp()), Compression("none", feedback=True))
-    return message(scatter_state_dict, other, gathered)
-
-
-def test_all_states_of_another_model_are_refused() -> None:
-    for text in torch_ranks.run(2, of_another_model):
-        assert "a residual of 'weight', the model no parameter" in text
+    assert "a residual of 'weight', the model no parameter" in message(
+        scatter_state_dict, other, gathered
+    )

@@ -41,8 +41,11 @@ def broken_reducer(ddp: DistributedDataParallel) -> Any:
     del ddp._post_forward
 
 
-def left_out(setting: dict[str, Any], set_to_none: bool) -> str:
-    ddp = hooked(**setting)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@torch_ranks.on_ranks(2)
+def test_a_backward_that_the_reducer_ignores_raises(setting: str, set_to_none: bool) -> None:
+    ddp = hooked(**SETTINGS[setting])
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad(set_to_none)
@@ -51,30 +54,20 @@ def left_out(setting: dict[str, Any], set_to_none: bool) -> str:
             optimizer.step()
     with broken_reducer(ddp), pytest.raises(gradwire.Error) as raised:
         backward(ddp, 3)
-    return str(raised.value)
+    message = str(raised.value)
+    assert "did not give its gradients to gradwire's hook" in message
+    assert "compile the DDP model" in message
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_backward_that_the_reducer_ignores_raises(setting: str, set_to_none: bool) -> None:
-    for message in torch_ranks.run(2, left_out, SETTINGS[setting], set_to_none):
-        assert "did not give its gradients to gradwire's hook" in message
-        assert "compile the DDP model" in message
-
-
-def backward_twice() -> str:
+@torch_ranks.on_ranks(2)
+def test_a_second_backward_through_one_forward_raises() -> None:
     ddp = hooked()
     x, y = batch(0)
     loss = mse_loss(ddp(x), y)
     loss.backward(retain_graph=True)
     with pytest.raises(gradwire.Error) as raised:
         loss.backward()
-    return str(raised.value)
-
-
-def test_a_second_backward_through_one_forward_raises() -> None:
-    for message in torch_ranks.run(2, backward_twice):
-        assert "run backward once" in message
+    assert "run backward once" in str(raised.value)
 
 
 @dataclass
@@ -148,21 +141,18 @@ def end(_: DistributedDataParallel, state: State) -> None:
     state.close()
 
 
-def forget_gradients() -> list[str]:
-    return [
+@torch_ranks.on_ranks(2)
+def test_gradients_that_never_come_raise_in_what_follows() -> None:
+    messages = [
         forget(then)
         for forget, then in itertools.product(
             (forget_a_head, forget_a_branch), (go_on, go_on_as_trainers_do, save, end)
         )
         if forget is forget_a_branch or then in (save, end)  # torch is first there
     ]
-
-
-def test_gradients_that_never_come_raise_in_what_follows() -> None:
-    for messages in torch_ranks.run(2, forget_gradients):
-        assert all("find_unused_parameters" in each for each in messages)
-        assert all("right.weight" in each for each in messages[:2])
-        assert all("branches.2.weight" in each for each in messages[2:])
+    assert all("find_unused_parameters" in each for each in messages)
+    assert all("right.weight" in each for each in messages[:2])
+    assert all("branches.2.weight" in each for each in messages[2:])
 
 
 def test_an_error_names_five_parameters_and_counts_the_rest() -> None:
@@ -171,7 +161,8 @@ def test_an_error_names_five_parameters_and_counts_the_rest() -> None:
     assert _without_gradient(names).endswith("a, b, c, d, e and 2 more")
 
 
-def forget_a_head_and_go_on() -> str:
+@torch_ranks.on_ranks(2)
+def test_torch_names_unused_parameters_first() -> None:
     ddp = DistributedDataParallel(TwoHeads())
     state = register(ddp)
     x, y = batch(0)
@@ -180,13 +171,9 @@ def forget_a_head_and_go_on() -> str:
         ddp(batch(1)[0])
     with pytest.raises(gradwire.Error):
         state.close()
-    return str(raised.value)
-
-
-def test_torch_names_unused_parameters_first() -> None:
-    for message in torch_ranks.run(2, forget_a_head_and_go_on):
-        assert "Expected to have finished reduction in the prior iteration" in message
-        assert "Parameter indices which did not receive grad" in message
+    message = str(raised.value)
+    assert "Expected to have finished reduction in the prior iteration" in message
+    assert "Parameter indices which did not receive grad" in message
 
 
 class WithScale(nn.Module):
@@ -201,8 +188,8 @@ class WithScale(nn.Module):
         return self.layer(x), self.scale
 
 
-def return_a_parameter() -> tuple[int, int]:
-    """The number of hooks on its parameter after many steps, and of averaged ones."""
+@torch_ranks.on_ranks(2)
+def test_forwards_that_return_a_parameter_leave_nothing_on_it() -> None:
     ddp = DistributedDataParallel(WithScale())
     state = register(ddp)
     for step in range(10):
@@ -210,14 +197,12 @@ def return_a_parameter() -> tuple[int, int]:
             x, y = batch(step)
             found, scale = ddp(x)
             mse_loss(found * scale, y).backward()
-    return len(ddp.module.scale._backward_hooks or {}), state.steps
+    assert len(ddp.module.scale._backward_hooks or {}) == 0
+    assert state.steps == 5
 
 
-def test_forwards_that_return_a_parameter_leave_nothing_on_it() -> None:
-    assert torch_ranks.run(2, return_a_parameter) == [(0, 5)] * 2
-
-
-def return_a_parameter_unaveraged() -> str:
+@torch_ranks.on_ranks(2)
+def test_a_backward_left_out_raises_where_forward_returns_a_parameter() -> None:
     ddp = hooked(WithScale())
     for step in range(4):
         x, y = batch(step)
@@ -225,19 +210,16 @@ def return_a_parameter_unaveraged() -> str:
             found, scale = ddp(x)
         with pytest.raises(gradwire.Error) if step == 3 else contextlib.nullcontext() as raised:
             mse_loss(found * scale, y).backward()
-    return str(raised.value)
+    assert "did not give its gradients to gradwire's hook" in str(raised.value)
 
 
-def test_a_backward_left_out_raises_where_forward_returns_a_parameter() -> None:
-    for message in torch_ranks.run(2, return_a_parameter_unaveraged):
-        assert "did not give its gradients to gradwire's hook" in message
-
-
-def legitimate(setting: dict[str, Any]) -> int:
+@pytest.mark.parametrize("setting", SETTINGS)
+@torch_ranks.on_ranks(2)
+def test_backwards_that_need_no_hook_are_left_alone(setting: str) -> None:
     """Runs backwards that look unusual, and are not wrong."""
-    ddp = DistributedDataParallel(mlp(), **setting)
+    ddp = DistributedDataParallel(mlp(), **SETTINGS[setting])
     state = register(ddp)
-    if not setting.get("static_graph"):  # which cannot do without
+    if not SETTINGS[setting].get("static_graph"):  # which cannot do without
         with ddp.no_sync():
             backward(ddp, 0)
     for step in range(2):
@@ -250,15 +232,11 @@ def legitimate(setting: dict[str, Any]) -> int:
         ddp(x)
     ddp.eval()
     ddp(x)
-    return state.steps
+    assert state.steps == 2
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_backwards_that_need_no_hook_are_left_alone(setting: str) -> None:
-    assert torch_ranks.run(2, legitimate, SETTINGS[setting]) == [2, 2]
-
-
-def a_head_at_a_time() -> int:
+@torch_ranks.on_ranks(2)
+def test_gradients_may_come_in_several_backwards() -> None:
     ddp = DistributedDataParallel(TwoHeads())
     state = register(ddp)
     for step in range(3):
@@ -266,11 +244,7 @@ def a_head_at_a_time() -> int:
         heads = ddp(x)
         mse_loss(heads.left, y).backward()
         mse_loss(heads.others["right"][0], y).backward()
-    return state.steps
-
-
-def test_gradients_may_come_in_several_backwards() -> None:
-    assert torch_ranks.run(2, a_head_at_a_time) == [3, 3]
+    assert state.steps == 3
 
 
 def gradients(hook: bool, compiled: str) -> tuple[torch.Tensor, State | None]:
@@ -286,17 +260,13 @@ def gradients(hook: bool, compiled: str) -> tuple[torch.Tensor, State | None]:
     return torch.cat([each.grad.flatten() for each in ddp.parameters()]), state
 
 
-def compiled_models() -> list[tuple[bool, int]]:
-    """Whether gradients are those of plain DDP; and how many steps the hook has made."""
+@pytest.mark.long
+@torch_ranks.on_ranks(2)
+def test_compiled_models_are_averaged() -> None:
     plain, _ = gradients(False, "nothing")
     found = []
     for compiled in ("inner module", "DDP model"):
         averaged, state = gradients(True, compiled)
         assert state is not None
         found.append((torch.allclose(averaged, plain, rtol=1e-5, atol=1e-7), state.steps))
-    return found
-
-
-@pytest.mark.long
-def test_compiled_models_are_averaged() -> None:
-    assert torch_ranks.run(2, compiled_models) == [[(True, 3)] * 2] * 2
+    assert found == [(True, 3)] * 2

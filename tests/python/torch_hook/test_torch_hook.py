@@ -158,18 +158,15 @@ HOOKS: list[dict[str, Any]] = [
 ]
 
 
-def distances(settings: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+@torch_ranks.on_ranks(2)
+def test_every_way_of_ddp_equals_plain_ddp() -> None:
     found = {}
-    for name, setting in settings.items():
+    for name, setting in SETTINGS.items():
         plain = flat(train(mlp(), setting, None, steps=6)[0])
         hooked = [flat(train(mlp(), setting, hook, steps=6)[0]) for hook in HOOKS]
         found[name] = [float((each - plain).abs().max()) for each in hooked]
-    return found
-
-
-def test_every_way_of_ddp_equals_plain_ddp() -> None:
     expected = dict.fromkeys(SETTINGS, [0.0] * len(HOOKS))
-    assert torch_ranks.run(2, distances, SETTINGS) == [expected] * 2
+    assert found == expected
 
 
 def branch_gradients(hook: dict[str, Any] | None) -> list[torch.Tensor | None]:
@@ -184,13 +181,10 @@ def branch_gradients(hook: dict[str, Any] | None) -> list[torch.Tensor | None]:
     return [each.grad for each in ddp.parameters()]
 
 
-def unused_equal() -> bool:
-    pairs = zip(branch_gradients(None), branch_gradients({}), strict=True)
-    return all(one is not None and other is not None and one.equal(other) for one, other in pairs)
-
-
+@torch_ranks.on_ranks(2)
 def test_parameters_that_some_ranks_do_not_use() -> None:
-    assert torch_ranks.run(2, unused_equal) == [True, True]
+    pairs = zip(branch_gradients(None), branch_gradients({}), strict=True)
+    assert all(one is not None and other is not None and one.equal(other) for one, other in pairs)
 
 
 def accumulate(hook: dict[str, Any] | None, views: bool) -> tuple[list[torch.Tensor], int]:
@@ -208,14 +202,12 @@ def accumulate(hook: dict[str, Any] | None, views: bool) -> tuple[list[torch.Ten
     return found, 0 if state is None else state.steps
 
 
-def no_sync_equal(views: bool) -> tuple[bool, int]:
-    (plain, _), (hooked, steps) = accumulate(None, views), accumulate({}, views)
-    return all(one.equal(other) for one, other in zip(plain, hooked, strict=True)), steps
-
-
 @pytest.mark.parametrize("views", [False, True])
+@torch_ranks.on_ranks(2)
 def test_no_sync_averages_the_accumulated_gradients_once(views: bool) -> None:
-    assert torch_ranks.run(2, no_sync_equal, views) == [(True, 3)] * 2
+    (plain, _), (hooked, steps) = accumulate(None, views), accumulate({}, views)
+    assert all(one.equal(other) for one, other in zip(plain, hooked, strict=True))
+    assert steps == 3
 
 
 def scaled(hook: dict[str, Any] | None) -> tuple[torch.Tensor, float]:
@@ -253,19 +245,17 @@ def test_grad_scaler_skips_an_overflow_on_every_rank() -> None:
             assert scale == 64.0
 
 
-def constant_gradient() -> float:
+@torch_ranks.on_ranks(3)
+def test_divides_by_the_number_of_ranks_exactly_once() -> None:
     """The gradient of rank r is r + 1."""
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     register(ddp)
     ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
-    return float(ddp.module.weight.grad)
+    assert float(ddp.module.weight.grad) == 2.0
 
 
-def test_divides_by_the_number_of_ranks_exactly_once() -> None:
-    assert torch_ranks.run(3, constant_gradient) == [2.0] * 3
-
-
-def given_communicator() -> tuple[int, str, str]:
+@torch_ranks.on_ranks(2)
+def test_models_can_share_a_given_communicator() -> None:
     reference = DistributedDataParallel(mlp())
     first = register(reference)
     algorithm = "ring"
@@ -279,12 +269,8 @@ def given_communicator() -> tuple[int, str, str]:
     dist.barrier()
     first.close()
     assert first.communicator.closed
-    return second.steps, second.algorithm, repr(second).split(",")[0]
-
-
-def test_models_can_share_a_given_communicator() -> None:
-    for rank, found in enumerate(torch_ranks.run(2, given_communicator)):
-        assert found == (1, "ring", f"State(rank {rank} of 2")
+    found = (second.steps, second.algorithm, repr(second).split(",")[0])
+    assert found == (1, "ring", f"State(rank {dist.get_rank()} of 2")
 
 
 def wrong_communicator() -> str:
@@ -314,21 +300,18 @@ def watched(watch: Callable[[Any, Any, Any], None]) -> tuple[DistributedDataPara
     return ddp, state
 
 
-def results_in_place() -> bool:
+@torch_ranks.on_ranks(2)
+def test_result_is_the_buckets_own_buffer() -> None:
     seen = []
     ddp, _ = watched(lambda _, bucket, future: seen.append((bucket.buffer(), future)))
     x, y = batch(0)
     mse_loss(ddp(x), y).backward()
-    return len(seen) > 1 and all(
-        future.value().data_ptr() == buffer.data_ptr() for buffer, future in seen
-    )
+    assert len(seen) > 1
+    assert all(future.value().data_ptr() == buffer.data_ptr() for buffer, future in seen)
 
 
-def test_result_is_the_buckets_own_buffer() -> None:
-    assert torch_ranks.run(2, results_in_place) == [True, True]
-
-
-def all_in_flight() -> list[bool]:
+@torch_ranks.on_ranks(2)
+def test_backward_goes_on_while_buckets_travel() -> None:
     """Rank 1 begins its backward only when rank 0 has handed over all its buckets."""
     store = dist.distributed_c10d._get_default_store()
     calls = []
@@ -344,16 +327,13 @@ def all_in_flight() -> list[bool]:
     if dist.get_rank() == 1:
         store.wait(["all handed over"])
     loss.backward()
-    return calls
+    if dist.get_rank() == 0:
+        assert len(calls) > 1
+        assert not any(calls)
 
 
-def test_backward_goes_on_while_buckets_travel() -> None:
-    done, _ = torch_ranks.run(2, all_in_flight)
-    assert len(done) > 1
-    assert not any(done)
-
-
-def blocking_callbacks() -> bool:
+@torch_ranks.on_ranks(2)
+def test_callbacks_may_block_on_later_operations() -> None:
     """A hook whose callback waits for a second operation, as torch's PowerSGD's does."""
     ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
     state = State(communicator_of(dist.group.WORLD))
@@ -372,14 +352,12 @@ def blocking_callbacks() -> bool:
     for step in range(3):
         x, y = batch(step)
         mse_loss(ddp(x), y).backward()
-    return state.error is None and state.steps == 3
+    assert state.error is None
+    assert state.steps == 3
 
 
-def test_callbacks_may_block_on_later_operations() -> None:
-    assert torch_ranks.run(2, blocking_callbacks) == [True, True]
-
-
-def closed_state() -> tuple[str, bool]:
+@torch_ranks.on_ranks(2)
+def test_a_closed_state_refuses_and_leaves_a_given_communicator_open() -> None:
     ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
     with_communicator = communicator_of(dist.group.WORLD)
     state = register(ddp, ranks=with_communicator)
@@ -390,11 +368,8 @@ def closed_state() -> tuple[str, bool]:
         mse_loss(ddp(x), y).backward()
     closed = with_communicator.closed
     dist.barrier()
-    return type(state.error).__name__, closed
-
-
-def test_a_closed_state_refuses_and_leaves_a_given_communicator_open() -> None:
-    assert torch_ranks.run(2, closed_state) == [("Aborted", False)] * 2
+    assert type(state.error).__name__ == "Aborted"
+    assert not closed
 
 
 class Words(nn.Module):
@@ -406,7 +381,8 @@ class Words(nn.Module):
         return self.words(x)
 
 
-def sparse_gradients() -> str:
+@torch_ranks.on_ranks(2)
+def test_sparse_gradients_are_refused_with_a_remedy() -> None:
     module = Words()
     ddp = DistributedDataParallel(module)
     module.words.sparse = False  # as register() sees it
@@ -415,13 +391,9 @@ def sparse_gradients() -> str:
     with pytest.raises(gradwire.InvalidArgument) as raised:
         ddp(torch.tensor([1, 2])).sum().backward()
     assert repr(raised.value) == repr(state.error)
-    return str(state.error)
-
-
-def test_sparse_gradients_are_refused_with_a_remedy() -> None:
-    for message in torch_ranks.run(2, sparse_gradients):
-        assert "(50, 4)" in message
-        assert "sparse=False" in message
+    message = str(state.error)
+    assert "(50, 4)" in message
+    assert "sparse=False" in message
 
 
 class WithBuffers(nn.Module):
@@ -445,27 +417,22 @@ def train_with_buffers(hook: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     return ddp.module.state_dict()
 
 
-def same_buffers() -> tuple[list[str], float]:
+@torch_ranks.on_ranks(2)
+def test_buffers_are_those_of_plain_ddp() -> None:
     plain, hooked = train_with_buffers(None), train_with_buffers({})
     different = [name for name in plain if not torch.equal(plain[name], hooked[name])]
-    return different, hooked["across"].sum().item()
+    assert different == []
+    assert hooked["across"].sum().item() == 15.0
 
 
-def test_buffers_are_those_of_plain_ddp() -> None:
-    assert torch_ranks.run(2, same_buffers) == [([], 15.0)] * 2
-
-
-def buffers_of_a_closed_state() -> float:
+@torch_ranks.on_ranks(2)
+def test_a_closed_state_leaves_buffers_to_ddp() -> None:
     ddp = DistributedDataParallel(WithBuffers())
     register(ddp).close()
     ddp.module.across += dist.get_rank()
     with torch.no_grad():
         ddp(batch(0)[0])
-    return ddp.module.across.sum().item()
-
-
-def test_a_closed_state_leaves_buffers_to_ddp() -> None:
-    assert torch_ranks.run(2, buffers_of_a_closed_state) == [15.0] * 2
+    assert ddp.module.across.sum().item() == 15.0
 
 
 def train_unevenly(hook: dict[str, Any] | None, by_all: bool) -> dict[str, torch.Tensor]:
@@ -484,19 +451,16 @@ def train_unevenly(hook: dict[str, Any] | None, by_all: bool) -> dict[str, torch
     return ddp.module.state_dict()
 
 
-def same_after_join() -> list[str]:
+@torch_ranks.on_ranks(2)
+def test_uneven_inputs_end_as_with_plain_ddp() -> None:
+    """Averages over all ranks, or over those that still train; buffers of the last of these."""
     different, ends = [], []
     for by_all in (True, False):
         plain, hooked = train_unevenly(None, by_all), train_unevenly({}, by_all)
         different += [name for name in plain if not torch.equal(plain[name], hooked[name])]
         ends.append(hooked)
     assert not torch.equal(*(each["layers.0.weight"] for each in ends))
-    return different
-
-
-def test_uneven_inputs_end_as_with_plain_ddp() -> None:
-    """Averages over all ranks, or over those that still train; buffers of the last of these."""
-    assert torch_ranks.run(2, same_after_join) == [[]] * 2
+    assert different == []
 
 
 def freeze_and_thaw(hook: dict[str, Any] | None) -> torch.Tensor:
@@ -508,20 +472,10 @@ def freeze_and_thaw(hook: dict[str, Any] | None) -> torch.Tensor:
     return flat(module)
 
 
-def same_when_frozen() -> bool:
-    plain = freeze_and_thaw(None)
-    return all(plain.equal(freeze_and_thaw(hook)) for hook in HOOKS)
-
-
+@torch_ranks.on_ranks(2)
 def test_frozen_and_thawed_parameters_end_as_with_plain_ddp() -> None:
-    assert torch_ranks.run(2, same_when_frozen) == [True, True]
-
-
-def refused(setting: dict[str, str]) -> str:
-    ddp = DistributedDataParallel(mlp())
-    with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, **grouped(**setting))
-    return str(raised.value)
+    plain = freeze_and_thaw(None)
+    assert all(plain.equal(freeze_and_thaw(hook)) for hook in HOOKS)
 
 
 @pytest.mark.parametrize(
@@ -534,24 +488,26 @@ def refused(setting: dict[str, str]) -> str:
     ],
     ids=["codec", "algorithm", "part of an algorithm", "algorithm for the codec"],
 )
+@torch_ranks.on_ranks(2)
 def test_what_cannot_run_is_refused_at_once(setting: dict[str, str], words: str) -> None:
-    for message in torch_ranks.run(2, refused, setting):
-        assert re.search(words, message), message
-
-
-def every_algorithm() -> bool:
-    communicator = communicator_of(dist.group.WORLD)
-    for algorithm in ("auto", *gradwire.algorithms(), "hierarchical(ring,direct)"):
-        State(communicator, algorithm=algorithm).close()
-    return not communicator.closed
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(ddp, **grouped(**setting))
+    message = str(raised.value)
+    assert re.search(words, message), message
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
+@torch_ranks.on_ranks()
 def test_every_algorithm_is_accepted(ranks: int) -> None:
-    assert torch_ranks.run(ranks, every_algorithm) == [True] * ranks
+    communicator = communicator_of(dist.group.WORLD)
+    for algorithm in ("auto", *gradwire.algorithms(), "hierarchical(ring,direct)"):
+        State(communicator, algorithm=algorithm).close()
+    assert not communicator.closed
 
 
-def survive_a_death() -> tuple[str, int, bool, bool]:
+@torch_ranks.on_ranks(2, dying=(1,))
+def test_a_dead_rank_is_a_typed_error_now_and_later() -> None:
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
     state = register(ddp)
     for step in range(4):
@@ -568,15 +524,17 @@ def survive_a_death() -> tuple[str, int, bool, bool]:
     with pytest.raises(gradwire.TransportError, match="rank 1"):
         mse_loss(ddp(x), y).backward()
     assert isinstance(first, gradwire.TransportError)
-    return type(first).__name__, first.peer, repr(state.error) == repr(first), state.steps == 3
-
-
-def test_a_dead_rank_is_a_typed_error_now_and_later() -> None:
-    survivor, _ = torch_ranks.run(2, survive_a_death, dying=(1,))
+    survivor = (
+        type(first).__name__,
+        first.peer,
+        repr(state.error) == repr(first),
+        state.steps == 3,
+    )
     assert survivor == ("TransportError", 1, True, True)
 
 
-def profiled() -> tuple[dict[str, int], int, bool]:
+@torch_ranks.on_ranks(2)
+def test_the_profiler_shows_communication() -> None:
     ddp = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
     state = register(ddp)
     for step in range(3):
@@ -589,11 +547,10 @@ def profiled() -> tuple[dict[str, int], int, bool]:
     ours = [each for each in profile.events() if each.name.startswith("gradwire:")]
     names = [each.name for each in ours]
     timed = all(each.time_range.elapsed_us() > 0 for each in ours)
-    return {name: names.count(name) for name in names}, state.buckets - before, timed
-
-
-def test_the_profiler_shows_communication() -> None:
-    for found, buckets, timed in torch_ranks.run(2, profiled):
-        assert found == {"gradwire:all_reduce": buckets, "gradwire:wait": 1}
-        assert buckets > 1
-        assert timed
+    buckets = state.buckets - before
+    assert {name: names.count(name) for name in names} == {
+        "gradwire:all_reduce": buckets,
+        "gradwire:wait": 1,
+    }
+    assert buckets > 1
+    assert timed

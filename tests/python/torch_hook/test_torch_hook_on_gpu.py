@@ -185,7 +185,8 @@ class Weights(torch.nn.Module):
         yield cuda(torch.zeros(4))
 
 
-def asked_of_a_gpu() -> None:
+@torch_ranks.on_ranks(1)
+def test_register_refuses_only_short_residuals_on_a_gpu() -> None:
     simulated.install()
     require_features(Weights(), True)
     require_features(Weights(), gradwire.ErrorFeedback())
@@ -193,11 +194,8 @@ def asked_of_a_gpu() -> None:
         require_features(Weights(), gradwire.ErrorFeedback("bfloat16"))
 
 
-def test_register_refuses_only_short_residuals_on_a_gpu() -> None:
-    torch_ranks.run(1, asked_of_a_gpu)
-
-
-def accumulate() -> None:
+@torch_ranks.on_ranks(1)
+def test_gradients_that_were_not_cleared_are_found_without_waiting() -> None:
     simulated.install()
     simulated.compute()
     parameter = cuda(torch.zeros(4))
@@ -226,7 +224,3 @@ def accumulate() -> None:
         simulated.capturing = False
         with pytest.raises(gradwire.InvalidArgument, match="weight"):
             steps((None,))
-
-
-def test_gradients_that_were_not_cleared_are_found_without_waiting() -> None:
-    torch_ranks.run(1, accumulate)

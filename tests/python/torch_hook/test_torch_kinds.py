@@ -56,7 +56,8 @@ def begin_at_zero(way: str) -> tuple[bool, bool, bool]:
     return stay, move, same_everywhere(iter(after))
 
 
-def begin_elastic_at_zero() -> tuple[bool, bool, bool]:
+@torch_ranks.on_ranks(2)
+def test_an_elastic_schedule_may_begin_with_a_rate_of_zero() -> None:
     module, rates = mlp(), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     before = list(values(module))
@@ -77,11 +78,9 @@ def begin_elastic_at_zero() -> tuple[bool, bool, bool]:
                 rates.append(all(map(torch.equal, before, values(module))))
                 optimizer.param_groups[0]["lr"] = 0.01
     after = list(values(module))
-    return rates[0], not all(map(torch.equal, before, after)), same_everywhere(iter(after))
-
-
-def test_an_elastic_schedule_may_begin_with_a_rate_of_zero() -> None:
-    assert torch_ranks.run(2, begin_elastic_at_zero) == [(True, True, True)] * 2
+    assert rates[0]
+    assert not all(map(torch.equal, before, after))
+    assert same_everywhere(iter(after))
 
 
 # ---- Memory formats ----------------------------------------------------------------------------
@@ -142,13 +141,12 @@ def kinds_of(way: str) -> list[str]:
     return [kind for kind in KINDS if (way, kind) != ("FSDP2", "channels_last")]
 
 
-def train_in_kinds(way: str) -> dict[str, bool]:
-    return {kind: all(KINDS[kind](way)) for kind in kinds_of(way)}
-
-
 @every_way
+@torch_ranks.on_ranks(2)
 def test_trainings_of_these_kinds_are_like_others(way: str) -> None:
-    assert torch_ranks.run(2, train_in_kinds, way) == [dict.fromkeys(kinds_of(way), True)] * 2
+    assert {kind: all(KINDS[kind](way)) for kind in kinds_of(way)} == dict.fromkeys(
+        kinds_of(way), True
+    )
 
 
 # ---- Signals -----------------------------------------------------------------------------------

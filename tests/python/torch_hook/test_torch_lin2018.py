@@ -128,13 +128,10 @@ CASES = {
 }
 
 
-def all_cases() -> dict[str, float]:
-    return {name: furthest(case) for name, case in CASES.items()}
-
-
+@torch_ranks.on_ranks(RANKS)
 def test_the_hook_follows_the_papers_equations() -> None:
-    for found in torch_ranks.run(RANKS, all_cases):
-        assert max(found.values()) < 2e-5, found  # of sums of a few tens
+    found = {name: furthest(case) for name, case in CASES.items()}
+    assert max(found.values()) < 2e-5, found  # of sums of a few tens
 
 
 def clip_beside_torch(settings: list[dict[str, Any]]) -> list[bool]:
@@ -163,7 +160,8 @@ def test_clipping_is_of_all_parameters_together() -> None:
     assert torch_ranks.run(2, clip_beside_torch, settings) == [[True] * 3] * 2
 
 
-def clip_scaled() -> tuple[bool, bool]:
+@torch_ranks.on_ranks(2)
+def test_clipping_follows_the_loss_scale_and_hides_no_overflow() -> None:
     """Clips by the norm of unscaled gradients with a loss scale; Inf is left for all to see."""
     gradients = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=64.0)):
@@ -179,19 +177,13 @@ def clip_scaled() -> tuple[bool, bool]:
     scaler.scale(loss).backward()
     skips = not all(bool(each.grad.isfinite().all()) for each in ddp.parameters())
     unmoved = np.array_equal(kept, state.feedback.residual("2.weight"))
-    return bool(torch.equal(gradients[0] * 64, gradients[1])), skips and unmoved
-
-
-def test_clipping_follows_the_loss_scale_and_hides_no_overflow() -> None:
-    assert torch_ranks.run(2, clip_scaled) == [(True, True)] * 2
+    assert torch.equal(gradients[0] * 64, gradients[1])
+    assert skips
+    assert unmoved
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("inf"), float("nan")])
+@torch_ranks.on_ranks(1)
 def test_a_norm_that_is_none_is_refused(norm: float) -> None:
-    assert torch_ranks.run(1, refused, norm) == [True]
-
-
-def refused(norm: float) -> bool:
     with pytest.raises(gradwire.InvalidArgument, match="clip_norm"):
         register(DistributedDataParallel(mlp()), clip_norm=norm)
-    return True

@@ -46,20 +46,15 @@ def train(hook: dict[str, Any], sgd: dict[str, Any], wraps_anew: bool = False) -
     return flat(ddp)
 
 
-def distances(nesterov: bool) -> list[float]:
-    """The hook's momentum from the optimizer's, also where a model is wrapped anew."""
+@pytest.mark.parametrize("nesterov", [False, True])
+@torch_ranks.on_ranks(2)
+def test_dense_momentum_in_the_hook_is_that_of_the_optimizer(nesterov: bool) -> None:
     expected = train({}, {"momentum": 0.9, "nesterov": nesterov})
     moved = [
         train({"momentum": 0.9, "nesterov": nesterov, "feedback": on}, {}, wraps_anew=on)
         for on in (False, True)
     ]
-    return [float((each - expected).abs().max()) for each in moved]
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_dense_momentum_in_the_hook_is_that_of_the_optimizer(nesterov: bool) -> None:
-    for found in torch_ranks.run(2, distances, nesterov):
-        assert max(found) < 1e-6
+    assert max([float((each - expected).abs().max()) for each in moved]) < 1e-6
 
 
 def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
@@ -75,19 +70,15 @@ def use_branches(hook: dict[str, Any], sgd: dict[str, Any]) -> torch.Tensor:
     return flat(ddp)
 
 
-def branch_distances() -> list[float]:
+@torch_ranks.on_ranks(2)
+def test_momentum_of_parameters_that_no_rank_uses_is_that_of_the_optimizer() -> None:
     found = []
     for nesterov in (False, True):
         expected = use_branches({}, {"momentum": 0.9, "nesterov": nesterov})
         for feedback in (False, True):
             moved = use_branches({"momentum": 0.9, "nesterov": nesterov, "feedback": feedback}, {})
             found.append(float((moved - expected).abs().max()))
-    return found
-
-
-def test_momentum_of_parameters_that_no_rank_uses_is_that_of_the_optimizer() -> None:
-    for found in torch_ranks.run(2, branch_distances):
-        assert max(found) < 1e-6
+    assert max(found) < 1e-6
 
 
 class Velocities:

@@ -84,18 +84,14 @@ class Lion(torch.optim.Optimizer):
         """Does nothing."""
 
 
-def known() -> bool:
+@torch_ranks.on_ranks(1)
+def test_adaptive_optimizers_are_known() -> None:
     weight = [nn.Parameter(torch.ones(2, 2))]
     adaptive = ["Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Adagrad"]
     assert all(is_adaptive(getattr(torch.optim, each)(weight)) for each in adaptive)
     assert is_adaptive(Lion(weight))
     assert not is_adaptive(torch.optim.SGD(weight, momentum=0.9))
     assert not is_adaptive(torch.optim.LBFGS(weight))
-    return True
-
-
-def test_adaptive_optimizers_are_known() -> None:
-    assert torch_ranks.run(1, known) == [True]
 
 
 def zero(of: Any) -> Any:

@@ -144,7 +144,9 @@ def trained(
     return [each.detach().clone() for each in module.parameters()]
 
 
-def compare(name: str) -> None:
+@pytest.mark.parametrize("name", TRAININGS)
+@torch_ranks.on_ranks(2)
+def test_defaults_do_not_change(name: str) -> None:
     make = TRAININGS[name]
     module = Branches if name == "unused parameters" else mlp
     usual, other = trained(make, module(), False), trained(make, module(), True)
@@ -152,26 +154,18 @@ def compare(name: str) -> None:
     assert all(map(torch.equal, usual, other))
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_defaults_do_not_change(name: str) -> None:
-    torch_ranks.run(2, compare, name)
-
-
-def compare_sharded(options: dict[str, Any]) -> None:
+@has_fsdp_hooks
+@pytest.mark.parametrize(
+    "options", [{"codec": "onebit"}, {"codec": "int8", "gather_codec": "int8"}]
+)
+@torch_ranks.on_ranks(2)
+def test_defaults_do_not_change_fsdp(options: dict[str, Any]) -> None:
     def make(module: nn.Module) -> Step:
         return sharded(module, **options)
 
     pairs = zip(trained(make, mlp(), False), trained(make, mlp(), True), strict=True)
     for one, other in pairs:
         assert torch.equal(one.to_local(), other.to_local())
-
-
-@has_fsdp_hooks
-@pytest.mark.parametrize(
-    "options", [{"codec": "onebit"}, {"codec": "int8", "gather_codec": "int8"}]
-)
-def test_defaults_do_not_change_fsdp(options: dict[str, Any]) -> None:
-    torch_ranks.run(2, compare_sharded, options)
 
 
 def elastically(other: bool) -> list[torch.Tensor]:
@@ -198,10 +192,7 @@ def elastically(other: bool) -> list[torch.Tensor]:
     return [each.detach() for each in module.parameters()]
 
 
-def compare_elastic() -> None:
+@torch_ranks.on_ranks(2)
+def test_defaults_do_not_change_elastic_trainings() -> None:
     for one, other in zip(elastically(False), elastically(True), strict=True):
         assert torch.equal(one, other)
-
-
-def test_defaults_do_not_change_elastic_trainings() -> None:
-    torch_ranks.run(2, compare_elastic)

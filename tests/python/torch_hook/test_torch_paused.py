@@ -130,7 +130,17 @@ def test_a_pause_holds_with_parameters_that_are_not_used() -> None:
         assert all(found.values()), found
 
 
-def break_off_a_pause() -> tuple[bool, bool]:
+@torch_ranks.on_ranks(2)
+def test_a_pause_within_join_is_refused() -> None:
+    ddp, _ = wrapped(mlp())
+    state = register(ddp, "int8")
+    with ddp.join(), pytest.raises(gradwire.InvalidArgument) as raised, state.paused():
+        pass
+    assert "run these backwards within no_sync()" in str(raised.value)
+
+
+@torch_ranks.on_ranks(2)
+def test_a_pause_that_is_broken_off_changes_nothing_and_ends() -> None:
     """An error of a backward ends the pause, too."""
     ddp, _ = wrapped(mlp())
     state = register(ddp, Compression("onebit", warm_up=0))
@@ -146,21 +156,5 @@ def break_off_a_pause() -> tuple[bool, bool]:
     state.close()
     resumed = register(again, Compression("onebit", feedback=state.feedback, warm_up=0))
     gradients(again, 2)
-    return unmoved, same(before, kept(resumed))
-
-
-def pause_in_join() -> str:
-    ddp, _ = wrapped(mlp())
-    state = register(ddp, "int8")
-    with ddp.join(), pytest.raises(gradwire.InvalidArgument) as raised, state.paused():
-        pass
-    return str(raised.value)
-
-
-def test_a_pause_within_join_is_refused() -> None:
-    for message in torch_ranks.run(2, pause_in_join):
-        assert "run these backwards within no_sync()" in message
-
-
-def test_a_pause_that_is_broken_off_changes_nothing_and_ends() -> None:
-    assert torch_ranks.run(2, break_off_a_pause) == [(True, False)] * 2
+    assert unmoved
+    assert not same(before, kept(resumed))

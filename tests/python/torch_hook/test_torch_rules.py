@@ -162,16 +162,17 @@ def first_gradients(**hook: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in ddp.module.named_parameters()}
 
 
-def compressed_by_default() -> set[str]:
-    plain, hooked = first_gradients(), first_gradients(codec="onebit", warm_up=0)
-    return {name for name, each in plain.items() if not each.equal(hooked[name])}
-
-
+@torch_ranks.on_ranks(2)
 def test_parameters_of_less_than_1024_elements_equal_plain_ddp_by_default() -> None:
-    assert torch_ranks.run(2, compressed_by_default) == [{"0.weight", "2.weight"}] * 2
+    plain, hooked = first_gradients(), first_gradients(codec="onebit", warm_up=0)
+    assert {name for name, each in plain.items() if not each.equal(hooked[name])} == {
+        "0.weight",
+        "2.weight",
+    }
 
 
-def change_together() -> list[bool]:
+@torch_ranks.on_ranks(3)
+def test_all_ranks_change_the_codec_at_the_same_step() -> None:
     """Ranks that are slower than others change the codec at the same step."""
     ddp, _ = wrapped(mlp())
     state = register(ddp, Stages((0, "none"), (2, LOSSY[0])))
@@ -179,25 +180,17 @@ def change_together() -> list[bool]:
     for step in range(4):
         backward(ddp, step)
         changed.append(bool(state.feedback.keys()) and state.feedback.residual("0.weight").any())
-    return [bool(each) for each in changed]
+    assert [bool(each) for each in changed] == [False, False, True, True]
 
 
-def test_all_ranks_change_the_codec_at_the_same_step() -> None:
-    assert torch_ranks.run(3, change_together) == [[False, False, True, True]] * 3
-
-
-def disagree() -> str:
+@torch_ranks.on_ranks(2)
+def test_ranks_that_change_it_at_different_steps_are_told() -> None:
     ddp, _ = wrapped(mlp())
     register(ddp, Compression(Stages((0, "none"), (1 + dist.get_rank(), "fp16")), feedback=False))
     backward(ddp, 0)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         backward(ddp, 1)
-    return str(raised.value)
-
-
-def test_ranks_that_change_it_at_different_steps_are_told() -> None:
-    for message in torch_ranks.run(2, disagree):
-        assert "fp16" in message
+    assert "fp16" in str(raised.value)
 
 
 def without_a_hook() -> str:
@@ -238,7 +231,8 @@ def test_what_is_kept_by_parameter_needs_their_names() -> None:
     assert all("named_parameters()" in each for each in messages)
 
 
-def two_models_and_a_control() -> tuple[bool, bool]:
+@torch_ranks.on_ranks(2)
+def test_feedback_is_there_where_it_is_needed_or_asked_for() -> None:
     """Feedback off, on by need, and given."""
     feedback = gradwire.ErrorFeedback()
     off = register(DistributedDataParallel(mlp()), Compression("onebit", feedback=False))
@@ -247,8 +241,5 @@ def two_models_and_a_control() -> tuple[bool, bool]:
     unneeded = register(DistributedDataParallel(mlp()), "fp16")
     assert off.feedback is None
     assert unneeded.feedback is None
-    return needed.feedback is not None, given.feedback is feedback
-
-
-def test_feedback_is_there_where_it_is_needed_or_asked_for() -> None:
-    assert torch_ranks.run(2, two_models_and_a_control) == [(True, True)] * 2
+    assert needed.feedback is not None
+    assert given.feedback is feedback

@@ -166,15 +166,12 @@ def test_resumed_training_has_the_bits_of_uninterrupted_training(
         assert found == [names] * len(SAVED)
 
 
+@torch_ranks.on_ranks(3)
 def test_without_the_layout_resumed_training_rounds_differently() -> None:
     """A state saved before there is a layout does not."""
-    for *early, late in torch_ranks.run(3, without_layout):
-        assert all(len(each) == 34 for each in early)
-        assert len(late) < 17
-
-
-def without_layout() -> list[list[str]]:
-    return interrupted(SETTINGS["default"], PLAIN, layout=())
+    *early, late = interrupted(SETTINGS["default"], PLAIN, layout=())
+    assert all(len(each) == 34 for each in early)
+    assert len(late) < 17
 
 
 def in_jobs(starts: Sequence[int], setting: dict[str, Any]) -> tuple[bool, int]:
@@ -209,8 +206,8 @@ def test_a_warning_says_that_nobody_knew_the_buckets(setting: str, starts: list[
     assert torch_ranks.run(3, in_jobs, starts, SETTINGS[setting]) == [(False, 1)] * 3
 
 
-def other_buckets() -> tuple[list[int], bool]:
-    """Goes on with buckets of another size than the saved ones."""
+@torch_ranks.on_ranks(2)
+def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
     first = start(SMALL_BUCKETS, *PLAIN)
     run(first, range(3))
     saved = save(first)
@@ -221,13 +218,8 @@ def other_buckets() -> tuple[list[int], bool]:
         run(again, range(step, step + 1))
         counts.append(len(state.state_dict()["layout"]))
     run(first, range(3, 7))
-    return counts, torch.allclose(flat(ddp), flat(first.ddp), atol=1e-6)
-
-
-def test_a_state_with_other_buckets_is_followed_until_ddp_has_its_own() -> None:
-    for counts, close in torch_ranks.run(2, other_buckets):
-        assert counts == [3, 1, 1, 1]
-        assert close
+    assert counts == [3, 1, 1, 1]
+    assert torch.allclose(flat(ddp), flat(first.ddp), atol=1e-6)
 
 
 def leave(codec: str, how: str) -> float:
@@ -371,7 +363,8 @@ def test_velocities_of_something_else_are_refused() -> None:
         assert words in message
 
 
-def resume_a_schedule() -> tuple[int, list[bool]]:
+@torch_ranks.on_ranks(2)
+def test_a_schedule_goes_on_where_it_was() -> None:
     """The codec changes in step 4, one of the resumed ones."""
     stages = Stages((0, "none"), (4, LOSSY[0]))
 
@@ -388,8 +381,5 @@ def resume_a_schedule() -> tuple[int, list[bool]]:
     for step in range(3, 6):
         run(again, range(step, step + 1))
         kept.append(bool(again.state.feedback.residual("2.weight").any()))
-    return again.state.steps, kept
-
-
-def test_a_schedule_goes_on_where_it_was() -> None:
-    assert torch_ranks.run(2, resume_a_schedule) == [(6, [False, True, True])] * 2
+    assert again.state.steps == 6
+    assert kept == [False, True, True]

@@ -97,7 +97,17 @@ class Words(nn.Module):
         return self.words(x)
 
 
-def wrong_models() -> list[str]:
+@torch_ranks.on_ranks(1)
+def test_a_sparse_embedding_that_ddp_ignores_is_taken() -> None:
+    model = nn.Sequential(Words(nn.Embedding, sparse=True), nn.Linear(4, 2))
+    names = [name for name, _ in model.named_parameters() if name.endswith("words.weight")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    assert len(names) * register(DistributedDataParallel(model)).communicator.size == 1
+
+
+@pytest.mark.long
+@torch_ranks.on_ranks(1)
+def test_models_that_have_no_place_for_the_hook_are_refused() -> None:
     ddp = DistributedDataParallel(mlp())
     register(ddp)
     sparse = [
@@ -110,22 +120,6 @@ def wrong_models() -> list[str]:
             register(model)
         found.append(str(raised.value))
     register(DistributedDataParallel(Words(nn.Embedding)))
-    return found
-
-
-def ignored_embedding() -> int:
-    model = nn.Sequential(Words(nn.Embedding, sparse=True), nn.Linear(4, 2))
-    names = [name for name, _ in model.named_parameters() if name.endswith("words.weight")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return len(names) * register(DistributedDataParallel(model)).communicator.size
-
-
-def test_a_sparse_embedding_that_ddp_ignores_is_taken() -> None:
-    assert torch_ranks.run(1, ignored_embedding) == [1]
-
-
-@pytest.mark.long
-def test_models_that_have_no_place_for_the_hook_are_refused() -> None:
     expected = [
         "this is a Sequential: wrap it in DistributedDataParallel",
         "the class Linear",
@@ -135,25 +129,23 @@ def test_models_that_have_no_place_for_the_hook_are_refused() -> None:
         "the Embedding 'words' of shape (50, 4) has sparse gradients",
         "the EmbeddingBag 'words'",
     ]
-    for found in torch_ranks.run(1, wrong_models):
-        for message, words in zip(found, expected, strict=True):
-            assert words in message
+    for message, words in zip(found, expected, strict=True):
+        assert words in message
 
 
-def hook_without_a_state() -> str:
+@torch_ranks.on_ranks(2)
+def test_a_hook_without_a_state_says_so() -> None:
     ddp = DistributedDataParallel(mlp())
     ddp.register_comm_hook(None, comm_hook)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         backward(ddp, 0)
-    return str(raised.value)
+    assert "with NoneType in place of a State: call gradwire.torch.register(ddp)" in str(
+        raised.value
+    )
 
 
-def test_a_hook_without_a_state_says_so() -> None:
-    for message in torch_ranks.run(2, hook_without_a_state):
-        assert "with NoneType in place of a State: call gradwire.torch.register(ddp)" in message
-
-
-def share_feedback() -> str:
+@torch_ranks.on_ranks(2)
+def test_one_feedback_for_two_models_is_refused() -> None:
     first = DistributedDataParallel(mlp())
     state = register(first, "onebit")
     second = DistributedDataParallel(mlp())
@@ -164,12 +156,7 @@ def share_feedback() -> str:
     third = DistributedDataParallel(second.module)  # the same parameters
     register(third, Compression("onebit", feedback=state.feedback))
     backward(third, 0)
-    return str(raised.value)
-
-
-def test_one_feedback_for_two_models_is_refused() -> None:
-    for message in torch_ranks.run(2, share_feedback):
-        assert "feedback= is in use by another model's hook" in message
+    assert "feedback= is in use by another model's hook" in str(raised.value)
 
 
 def saved_and_loaded(ddp: DistributedDataParallel) -> DistributedDataParallel:
@@ -188,7 +175,13 @@ COPIES: dict[str, Callable[[DistributedDataParallel], Any]] = {
 }
 
 
-def copied(how: str) -> tuple[list[str], bool, bool, bool]:
+def forward_hook(*_: Any) -> None:
+    """A user's, which is copied."""
+
+
+@pytest.mark.parametrize("how", COPIES)
+@torch_ranks.on_ranks(2)
+def test_a_model_is_copied_and_saved_without_its_hook(how: str) -> None:
     """A copy behaves as plain DDP, can be registered itself, and the model goes on."""
     warnings = torch_ranks.logged()
     ddp = DistributedDataParallel(mlp())
@@ -205,25 +198,21 @@ def copied(how: str) -> tuple[list[str], bool, bool, bool]:
     backward(again, 2)
     backward(ddp, 1)
     assert state.steps == 2
-    return warnings, alike, averaged, same_everywhere(each.grad for each in ddp.parameters())
+    warnings, *right = (
+        warnings,
+        alike,
+        averaged,
+        same_everywhere(each.grad for each in ddp.parameters()),
+    )
+    assert len(warnings) == 1
+    assert "without gradwire's hook" in warnings[0]
+    assert right == [True] * 3
 
 
-def forward_hook(*_: Any) -> None:
-    """A user's, which is copied."""
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_model_is_copied_and_saved_without_its_hook(how: str) -> None:
-    for warnings, *right in torch_ranks.run(2, copied, how):
-        assert len(warnings) == 1
-        assert "without gradwire's hook" in warnings[0]
-        assert right == [True] * 3
-
-
-def copy_a_state() -> list[Any]:
-    state: State = register(DistributedDataParallel(mlp()))
-    return [copy.deepcopy({"state": state}), pickle.loads(pickle.dumps(state))]
-
-
+@torch_ranks.on_ranks(1)
 def test_a_state_is_copied_as_nothing() -> None:
-    assert torch_ranks.run(1, copy_a_state) == [[{"state": None}, None]]
+    state: State = register(DistributedDataParallel(mlp()))
+    assert [copy.deepcopy({"state": state}), pickle.loads(pickle.dumps(state))] == [
+        {"state": None},
+        None,
+    ]

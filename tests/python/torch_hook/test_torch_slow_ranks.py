@@ -40,7 +40,9 @@ def test_a_slow_rank_is_said_to_be_alive(way: str) -> None:
     assert "It is alive: rank 1 (process" in text
 
 
-def lose(way: str) -> tuple[int, float]:
+@every_way
+@torch_ranks.on_ranks(2, dying=(1,))
+def test_a_lost_rank_is_found_at_once(way: str) -> None:
     """Rank 1 dies; groups have their timeout of half an hour."""
     its = training(way, mlp())
     for step in range(2):
@@ -51,17 +53,12 @@ def lose(way: str) -> tuple[int, float]:
     began = own_time()
     with pytest.raises(gradwire.TransportError) as raised:
         its.finish(loss)
-    return raised.value.peer, own_time() - began
+    assert raised.value.peer == 1
+    assert own_time() - began < 5
 
 
-@every_way
-def test_a_lost_rank_is_found_at_once(way: str) -> None:
-    (peer, seconds), _ = torch_ranks.run(2, lose, way, dying=(1,))
-    assert peer == 1
-    assert seconds < 5
-
-
-def save_for_long() -> tuple[int, int, int]:
+@torch_ranks.on_ranks(2)
+def test_an_elastic_session_waits_for_a_rank_that_saves() -> None:
     """Rank 0 saves in the second step, for three of the timeouts after which ranks are lost."""
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -78,14 +75,14 @@ def save_for_long() -> tuple[int, int, int]:
             if s.steps == 1 and s.communicator.rank == 0:
                 began = own_time()
                 eventually(lambda began=began: own_time() - began > 3)
-    return s.steps, s.changes, s.communicator.size
+    assert s.steps == 3
+    assert s.changes == 0
+    assert s.communicator.size == 2
 
 
-def test_an_elastic_session_waits_for_a_rank_that_saves() -> None:
-    assert torch_ranks.run(2, save_for_long) == [(3, 0, 2)] * 2
-
-
-def patience_of(given: float | None) -> list[float]:
+@pytest.mark.parametrize("given", [None, 44.0])
+@torch_ranks.on_ranks(2)
+def test_its_patience_is_that_of_the_process_group(given: float | None) -> None:
     found = []
     over = communicator_of(dist.group.WORLD)
     module: nn.Module = mlp()
@@ -98,13 +95,8 @@ def patience_of(given: float | None) -> list[float]:
     )
     found.append(s._patience)
     over.close()
-    return found
-
-
-@pytest.mark.parametrize("given", [None, 44.0])
-def test_its_patience_is_that_of_the_process_group(given: float | None) -> None:
     whole = dist.constants.default_pg_timeout.total_seconds()
-    assert torch_ranks.run(2, patience_of, given) == [[given or whole]] * 2
+    assert found == [given or whole]
 
 
 def test_its_patience_is_torchs_without_a_group() -> None:

@@ -22,8 +22,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def refused(name: str, given: bool) -> str:
-    """The error of register(), or of the first step of an optimizer that it was not given."""
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@torch_ranks.on_ranks(2)
+def test_an_optimizer_with_momentum_of_its_own_is_refused(name: str, given: bool) -> None:
     ddp = DistributedDataParallel(mlp())
     optimizer = OPTIMIZERS[name](ddp.parameters())
     before = flat(ddp)
@@ -36,18 +38,13 @@ def refused(name: str, given: bool) -> str:
     with pytest.raises(gradwire.InvalidArgument) as raised:
         train()
     assert before.equal(flat(ddp))
-    return str(raised.value)
+    message = str(raised.value)
+    assert f"{name} has momentum=0." in message
+    assert "momentum=0, or leave momentum= out" in message
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_with_momentum_of_its_own_is_refused(name: str, given: bool) -> None:
-    for message in torch_ranks.run(2, refused, name, given):
-        assert f"{name} has momentum=0." in message
-        assert "momentum=0, or leave momentum= out" in message
-
-
-def momentum_set_later() -> str:
+@torch_ranks.on_ranks(1)
+def test_momentum_that_a_scheduler_sets_is_refused() -> None:
     """Momentum that OneCycleLR sets by itself."""
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -57,12 +54,7 @@ def momentum_set_later() -> str:
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         optimizer.step()
-    return str(raised.value)
-
-
-def test_momentum_that_a_scheduler_sets_is_refused() -> None:
-    for message in torch_ranks.run(1, momentum_set_later):
-        assert "cycle_momentum=False" in message
+    assert "cycle_momentum=False" in str(raised.value)
 
 
 def step_adam(betas: tuple[float, float]) -> list[str]:
@@ -88,7 +80,8 @@ def test_adam_without_a_first_moment_is_not_warned_of() -> None:
     assert torch_ranks.run(1, step_adam, (0.0, 0.999)) == [[]]
 
 
-def others_have_momentum() -> tuple[list[str], int]:
+@torch_ranks.on_ranks(1)
+def test_momentum_of_others_is_let_alone() -> None:
     """Another model's optimizer, that of a closed hook, and a hook without momentum."""
     warnings = torch_ranks.logged()
     for momentum, closed in ((None, False), (0.9, True), (0.0, False)):
@@ -104,14 +97,12 @@ def others_have_momentum() -> tuple[list[str], int]:
     other = mlp()
     torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).step()
     torch.optim.AdamW(other.parameters()).step()
-    return warnings, state.steps
+    assert warnings == []
+    assert state.steps == 0
 
 
-def test_momentum_of_others_is_let_alone() -> None:
-    assert torch_ranks.run(1, others_have_momentum) == [([], 0)]
-
-
-def hooks_left() -> list[int]:
+@torch_ranks.on_ranks(1)
+def test_a_closed_hook_leaves_nothing_at_the_parameters() -> None:
     model = mlp()
     left = []
     for _ in range(3):
@@ -120,20 +111,7 @@ def hooks_left() -> list[int]:
         state.close()
         left.append(max(held))
     left.append(max(len(each._backward_hooks or ()) for each in model.parameters()))
-    return left
-
-
-def test_a_closed_hook_leaves_nothing_at_the_parameters() -> None:
-    assert torch_ranks.run(1, hooks_left) == [[1, 1, 1, 0]]
-
-
-def differing(name: str, values: list[Any]) -> str:
-    ddp = DistributedDataParallel(mlp())
-    with pytest.raises(gradwire.InvalidArgument) as raised:
-        register(ddp, **grouped(**{name: values[dist.get_rank()]}))
-    register(ddp)  # which can be tried again
-    backward(ddp, 0)
-    return str(raised.value)
+    assert left == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -147,15 +125,24 @@ def differing(name: str, values: list[Any]) -> str:
         ("scaler", [torch.amp.GradScaler("cpu"), None, None], "True on rank 0; False on rank 1, 2"),
     ],
 )
+@torch_ranks.on_ranks(3)
 def test_settings_that_differ_between_ranks_are_refused_on_all(
     name: str, values: list[Any], said: str
 ) -> None:
-    for message in torch_ranks.run(3, differing, name, values):
-        assert f"a different {name}=" in message
-        assert said in message
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(gradwire.InvalidArgument) as raised:
+        register(ddp, **grouped(**{name: values[dist.get_rank()]}))
+    register(ddp)  # which can be tried again
+    backward(ddp, 0)
+    message = str(raised.value)
+    assert f"a different {name}=" in message
+    assert said in message
 
 
-def accumulate_averages(hook: dict[str, Any], how: str) -> str:
+@pytest.mark.parametrize("how", ["default", "bucket views", "no_sync between"])
+@pytest.mark.parametrize("hook", [{"momentum": 0.9}, {"clip_norm": 1.0}])
+@torch_ranks.on_ranks(2)
+def test_gradients_added_to_an_average_are_refused(hook: dict[str, Any], how: str) -> None:
     """Two backwards that are both averaged, for one step of the optimizer."""
     ddp, _ = wrapped(mlp(), gradient_as_bucket_view=how == "bucket views")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -171,36 +158,9 @@ def accumulate_averages(hook: dict[str, Any], how: str) -> str:
             backward(ddp, 3)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         backward(ddp, 4)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("how", ["default", "bucket views", "no_sync between"])
-@pytest.mark.parametrize("hook", [{"momentum": 0.9}, {"clip_norm": 1.0}])
-def test_gradients_added_to_an_average_are_refused(hook: dict[str, Any], how: str) -> None:
-    for message in torch_ranks.run(2, accumulate_averages, hook, how):
-        assert "still holds the average of an earlier backward" in message
-        assert "no_sync" in message
-
-
-def legitimate(setting: dict[str, Any], set_to_none: bool) -> list[int]:
-    """Steps without a step of the optimizer, with two, with none of the gradients used."""
-    ddp, _ = wrapped(mlp(), **setting)
-    state = register(ddp, momentum=0.9, clip_norm=1.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(6):
-        accumulates = step % 2 and not setting.get("static_graph")
-        with ddp.no_sync() if accumulates else contextlib.nullcontext():
-            backward(ddp, 2 * step, scaler)
-        if accumulates:
-            backward(ddp, 2 * step + 1, scaler)
-        if step == 3:  # as a GradScaler finds it
-            next(ddp.parameters()).grad[0] = float("inf")
-        if step != 4:  # gradients that are thrown away
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad(set_to_none)
-    return [state.steps]
+    message = str(raised.value)
+    assert "still holds the average of an earlier backward" in message
+    assert "no_sync" in message
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -213,22 +173,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("set_to_none", [True, False])
+@torch_ranks.on_ranks(2)
 def test_gradients_that_were_zeroed_are_not_refused(setting: str, set_to_none: bool) -> None:
-    assert torch_ranks.run(2, legitimate, SETTINGS[setting], set_to_none) == [[6]] * 2
-
-
-def look_then_leave_out() -> list[int]:
-    """Gradients that are looked at after a step, of a parameter that the next step does not use."""
-    model = Branches()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    state = register(ddp, clip_norm=1.0)
+    """Steps without a step of the optimizer, with two, with none of the gradients used."""
+    ddp, _ = wrapped(mlp(), **SETTINGS[setting])
+    state = register(ddp, momentum=0.9, clip_norm=1.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for both in (True, dist.get_rank() == 0, True):
-        ddp(torch.ones(2, 3), both).sum().backward()
-        optimizer.step()
-        torch.autograd.grad(model(torch.ones(2, 3), True).sum(), list(model.parameters()))
-        optimizer.zero_grad()
-    return [state.steps]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        accumulates = step % 2 and not SETTINGS[setting].get("static_graph")
+        with ddp.no_sync() if accumulates else contextlib.nullcontext():
+            backward(ddp, 2 * step, scaler)
+        if accumulates:
+            backward(ddp, 2 * step + 1, scaler)
+        if step == 3:  # as a GradScaler finds it
+            next(ddp.parameters()).grad[0] = float("inf")
+        if step != 4:  # gradients that are thrown away
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none)
+    assert [state.steps] == [6]
 
 
 class Branches(torch.nn.Module):
@@ -240,11 +204,23 @@ class Branches(torch.nn.Module):
         return self.always(x) + self.sometimes(x) if both else self.always(x)
 
 
+@torch_ranks.on_ranks(2)
 def test_gradients_that_were_zeroed_and_then_not_used_are_not_refused() -> None:
-    assert torch_ranks.run(2, look_then_leave_out) == [[3]] * 2
+    """Gradients that are looked at after a step, of a parameter that the next step does not use."""
+    model = Branches()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    state = register(ddp, clip_norm=1.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for both in (True, dist.get_rank() == 0, True):
+        ddp(torch.ones(2, 3), both).sum().backward()
+        optimizer.step()
+        torch.autograd.grad(model(torch.ones(2, 3), True).sum(), list(model.parameters()))
+        optimizer.zero_grad()
+    assert [state.steps] == [3]
 
 
-def zero_between_forward_and_backward() -> int:
+@torch_ranks.on_ranks(2)
+def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
     ddp, _ = wrapped(mlp())
     state = register(ddp, momentum=0.9)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -253,11 +229,7 @@ def zero_between_forward_and_backward() -> int:
         optimizer.zero_grad()
         output.sum().backward()
         optimizer.step()
-    return state.steps
-
-
-def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
-    assert torch_ranks.run(2, zero_between_forward_and_backward) == [3, 3]
+    assert state.steps == 3
 
 
 def accumulate_without_momentum(codec: str) -> float:

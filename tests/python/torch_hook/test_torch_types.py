@@ -114,25 +114,26 @@ class Bucket:
 
 @pytest.mark.parametrize("elements", [11, 13])
 @pytest.mark.parametrize("codec", ["none", "onebit"])
-def test_pieces_that_do_not_cover_their_bucket_are_an_error(codec: str, elements: int) -> None:
-    def body(comm: gradwire.Communicator) -> tuple[str, int]:
-        real, pair = torch.zeros(2, 3), torch.zeros(3, dtype=torch.complex64)
-        state = State(comm, codec, parameters=[("real", real), ("pair", pair)])
-        before = comm.traffic.bytes_sent
-        with pytest.raises(RuntimeError):
-            comm_hook(state, Bucket([real, pair], elements)).wait()  # type: ignore[arg-type]
-        state.close()
-        return str(state.error), comm.traffic.bytes_sent - before
+@ranks.on_ranks(2)
+def test_pieces_that_do_not_cover_their_bucket_are_an_error(
+    comm: gradwire.Communicator, codec: str, elements: int
+) -> None:
+    real, pair = torch.zeros(2, 3), torch.zeros(3, dtype=torch.complex64)
+    state = State(comm, codec, parameters=[("real", real), ("pair", pair)])
+    before = comm.traffic.bytes_sent
+    with pytest.raises(RuntimeError):
+        comm_hook(state, Bucket([real, pair], elements)).wait()  # type: ignore[arg-type]
+    state.close()
+    message = str(state.error)
+    assert "bucket 7" in message
+    assert f"({elements},)" in message
+    assert "nothing of it was sent" in message
+    assert comm.traffic.bytes_sent - before == 0
 
-    for message, sent in ranks.run(2, body):
-        assert "bucket 7" in message
-        assert f"({elements},)" in message
-        assert "nothing of it was sent" in message
-        assert sent == 0
 
-
-def saved_and_loaded() -> list[bool]:
-    """Whether residuals and velocities of complex parameters go through a state_dict."""
+@gloo_has_complex
+@torch_ranks.on_ranks(2)
+def test_states_with_complex_parameters_are_saved_and_loaded() -> None:
     sparse = "topk:density=0.05"
     saved: dict[str, Any] = {}
     for step in range(2):
@@ -145,14 +146,9 @@ def saved_and_loaded() -> list[bool]:
     now = state.state_dict()
     assert now["feedback"]["mix"]["residual"].numel() == 2 * ddp.module.mix.numel()
     assert state.stats().codecs[sparse].elements == 20 * 60 + 60 + 2 * 61 * 40
-    return [
+    assert [
         torch.equal(each, now["velocities"][name]) for name, each in saved["velocities"].items()
-    ]
-
-
-@gloo_has_complex
-def test_states_with_complex_parameters_are_saved_and_loaded() -> None:
-    assert torch_ranks.run(2, saved_and_loaded) == [[True] * 4] * 2
+    ] == [True] * 4
 
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -210,8 +206,10 @@ def test_parameters_of_16_bits_with_a_schedule_and_momentum(dtype: str) -> None:
         assert worst < 0.03
 
 
-def paused_half(dtype: str) -> float:
-    """The distance of a paused step's average from plain DDP's, in units of its last place."""
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0), ("float16", 1)])
+@torch_ranks.on_ranks(2)
+def test_a_paused_step_averages_gradients_of_16_bits(dtype: str, most: int) -> None:
+    """Plain DDP divides before it adds, which rounds where a half of a float16 is denormal."""
     found = []
     for hook in (False, True):
         ddp = DistributedDataParallel(mlp().to(HALVES[dtype]))
@@ -221,13 +219,8 @@ def paused_half(dtype: str) -> float:
             mse_loss(ddp(x.to(HALVES[dtype])), y.to(HALVES[dtype])).backward()
         found.append(torch.cat([each.grad.flatten() for each in ddp.parameters()]))
     plain, hooked = (each.double() for each in found)
-    return float(((plain - hooked).abs() / (plain.abs() * 2**-10 + 2**-24)).max())
-
-
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0), ("float16", 1)])
-def test_a_paused_step_averages_gradients_of_16_bits(dtype: str, most: int) -> None:
-    """Plain DDP divides before it adds, which rounds where a half of a float16 is denormal."""
-    assert all(found <= most for found in torch_ranks.run(2, paused_half, dtype))
+    found = float(((plain - hooked).abs() / (plain.abs() * 2 ** (-10) + 2 ** (-24))).max())
+    assert found <= most
 
 
 class Large(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from gradwire import Communicator, Error, InvalidArgument
 from gradwire.torch import DiLoCo, Stages
 from local_training import Trainee, batch, bits, sgd, small, weights
-from ranks import outcomes, run
+from ranks import on_ranks, outcomes, run
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -97,19 +97,17 @@ def test_what_a_codec_does_not_deliver_is_kept(codec: str) -> None:
     assert bool(kept.abs().max() > 1e-6) == (codec != "none")
 
 
-def test_codecs_change_with_parameters_and_outer_steps() -> None:
-    def body(comm: Communicator) -> list[tuple[bool, bool]]:
-        codec = Stages((0, "none"), (2, "onebit"))
-        trainee = Trainee(comm, every=1, codec=codec, rules=[("*.bias", "none")])
-        found = []
-        for _ in range(3):
-            trainee.step()
-            kept = trainee.outer.feedback
-            assert kept is not None
-            found.append((kept.residual("0.weight").any(), kept.residual("0.bias").any()))
-        return found
-
-    assert run(2, body) == [[(False, False), (False, False), (True, False)]] * 2
+@on_ranks(2)
+def test_codecs_change_with_parameters_and_outer_steps(comm: Communicator) -> None:
+    codec = Stages((0, "none"), (2, "onebit"))
+    trainee = Trainee(comm, every=1, codec=codec, rules=[("*.bias", "none")])
+    found = []
+    for _ in range(3):
+        trainee.step()
+        kept = trainee.outer.feedback
+        assert kept is not None
+        found.append((kept.residual("0.weight").any(), kept.residual("0.bias").any()))
+    assert found == [(False, False), (False, False), (True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -133,38 +131,34 @@ def test_parameters_of_other_types(dtype: torch.dtype) -> None:
     assert difference < (0.1 if dtype is torch.bfloat16 else 0.02)
 
 
-def test_a_16_bit_parameter_that_does_not_change_has_no_outer_gradient() -> None:
+@on_ranks(1)
+def test_a_16_bit_parameter_that_does_not_change_has_no_outer_gradient(comm: Communicator) -> None:
     model = nn.Linear(8, 4, dtype=torch.bfloat16)
 
-    def body(comm: Communicator) -> list[bytes]:
-        outer = DiLoCo(model, sgd(model), every=1, lr=1e-3, ranks=comm)
-        part = outer._steps._parts[0]
-        part.values["weight"].add_(1e-5)  # what a rounded parameter does not have
-        part.install()
-        return [bits(model) for _ in range(3) if outer.step()]
-
-    (found,) = run(1, body)
-    assert len(set(found)) == 1
+    outer = DiLoCo(model, sgd(model), every=1, lr=1e-3, ranks=comm)
+    part = outer._steps._parts[0]
+    part.values["weight"].add_(1e-5)  # what a rounded parameter does not have
+    part.install()
+    assert len({bits(model) for _ in range(3) if outer.step()}) == 1
 
 
-def test_complex_and_channels_last_parameters() -> None:
+@on_ranks(2)
+def test_complex_and_channels_last_parameters(comm: Communicator) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.turn = nn.Parameter(torch.ones(5, dtype=torch.complex64))
             self.kernel = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
 
-    def body(comm: Communicator) -> tuple[Any, Any]:
-        model = Odd()
-        outer = DiLoCo(model, sgd(model), every=1, lr=1, momentum=0, ranks=comm)
-        with torch.no_grad():
-            model.turn += (1 + 2j) * comm.rank
-            model.kernel[0, 1] += comm.rank
-        assert outer.step()
-        assert model.kernel.is_contiguous(memory_format=torch.channels_last)
-        return model.turn.tolist(), model.kernel[:, :, 0, 0].tolist()
-
-    assert run(2, body) == [([1.5 + 1j] * 5, [[1, 1.5, 1], [1, 1, 1]])] * 2
+    model = Odd()
+    outer = DiLoCo(model, sgd(model), every=1, lr=1, momentum=0, ranks=comm)
+    with torch.no_grad():
+        model.turn += (1 + 2j) * comm.rank
+        model.kernel[0, 1] += comm.rank
+    assert outer.step()
+    assert model.kernel.is_contiguous(memory_format=torch.channels_last)
+    assert model.turn.tolist() == [1.5 + 1j] * 5
+    assert model.kernel[:, :, 0, 0].tolist() == [[1, 1.5, 1], [1, 1, 1]]
 
 
 def test_tied_weights_travel_once() -> None:
@@ -181,43 +175,40 @@ def test_tied_weights_travel_once() -> None:
     assert found[0][0] == 5
 
 
-def test_frozen_parameters_do_not_travel_and_are_not_to_change() -> None:
-    def body(comm: Communicator) -> tuple[int, bool, str]:
-        model = small()
-        model[0].requires_grad_(requires_grad=False)
-        frozen = model[0].weight.clone()
-        trainee = Trainee(comm, model, every=2, codec="onebit")
-        trainee.train(4)
-        same = torch.equal(frozen, model[0].weight)
-        if comm.rank == 1:
-            with torch.no_grad():
-                model[0].weight += 1
-        with pytest.raises(InvalidArgument) as raised:
-            trainee.train(2)
-        return len(trainee.outer.feedback.keys()), same, str(raised.value)
-
-    for keys, same, text in run(2, body):
-        assert (keys, same) == (2, True)
-        assert text.startswith("rank 1: the parameter '0.weight' was changed, which was frozen")
-
-
-def test_parameters_of_several_optimizers_and_of_none() -> None:
-    def body(comm: Communicator) -> str:
-        model = small()
-        both = [sgd(model[0]), torch.optim.Adam(model[2].parameters())]
-        outer = DiLoCo(model, both, every=1, pace=False, ranks=comm)
-        assert len(outer._names) == 4
-        outer = DiLoCo(model, both[0], every=1, pace=False, ranks=comm)
-        assert outer.step()
+@on_ranks(2)
+def test_frozen_parameters_do_not_travel_and_are_not_to_change(comm: Communicator) -> None:
+    model = small()
+    model[0].requires_grad_(requires_grad=False)
+    frozen = model[0].weight.clone()
+    trainee = Trainee(comm, model, every=2, codec="onebit")
+    trainee.train(4)
+    same = torch.equal(frozen, model[0].weight)
+    if comm.rank == 1:
         with torch.no_grad():
-            model[2].bias += 1  # as an optimizer would that DiLoCo was not told of
-        with pytest.raises(InvalidArgument) as raised:
-            outer.step()
-        return str(raised.value)
+            model[0].weight += 1
+    with pytest.raises(InvalidArgument) as raised:
+        trainee.train(2)
+    assert (len(trainee.outer.feedback.keys()), same) == (2, True)
+    assert str(raised.value).startswith(
+        "rank 1: the parameter '0.weight' was changed, which was frozen"
+    )
 
-    for text in run(2, body):
-        assert "rank 0: the parameter '2.bias' was changed" in text
-        assert "inner_optimizer=[a, b]" in text
+
+@on_ranks(2)
+def test_parameters_of_several_optimizers_and_of_none(comm: Communicator) -> None:
+    model = small()
+    both = [sgd(model[0]), torch.optim.Adam(model[2].parameters())]
+    outer = DiLoCo(model, both, every=1, pace=False, ranks=comm)
+    assert len(outer._names) == 4
+    outer = DiLoCo(model, both[0], every=1, pace=False, ranks=comm)
+    assert outer.step()
+    with torch.no_grad():
+        model[2].bias += 1  # as an optimizer would that DiLoCo was not told of
+    with pytest.raises(InvalidArgument) as raised:
+        outer.step()
+    text = str(raised.value)
+    assert "rank 0: the parameter '2.bias' was changed" in text
+    assert "inner_optimizer=[a, b]" in text
 
 
 class Counts(nn.Module):
@@ -288,19 +279,17 @@ def test_not_a_number_on_one_rank_is_told_by_all_and_training_goes_on() -> None:
         assert last == found[0][3]
 
 
-def test_common_values_that_differ_are_found_in_the_next_round() -> None:
-    def body(comm: Communicator) -> str:
-        trainee = Trainee(comm, every=1)
+@on_ranks(3)
+def test_common_values_that_differ_are_found_in_the_next_round(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=1)
+    trainee.step()
+    if comm.rank == 2:
+        trainee.outer._steps._parts[0].values["2.weight"][3, 3] += 1e-7
+    with pytest.raises(Error) as raised:
         trainee.step()
-        if comm.rank == 2:
-            trainee.outer._steps._parts[0].values["2.weight"][3, 3] += 1e-7
-        with pytest.raises(Error) as raised:
-            trainee.step()
-        return str(raised.value)
-
-    for text in run(3, body):
-        assert "outer values of '2.weight' differ" in text
-        assert "ranks 0, 1; ranks 2" in text
+    text = str(raised.value)
+    assert "outer values of '2.weight' differ" in text
+    assert "ranks 0, 1; ranks 2" in text
 
 
 def test_amp_a_scheduler_and_accumulation_stay_the_users() -> None:

@@ -12,7 +12,7 @@ import torch_ranks
 from gradwire import Communicator, InvalidArgument
 from gradwire.torch import DiLoCo
 from local_training import Trainee, bits, sgd, small
-from ranks import run
+from ranks import on_ranks, run
 from torch import nn
 from trainer_options import grouped
 
@@ -71,19 +71,17 @@ def test_models_and_optimizers_that_cannot_be_are_told_why() -> None:
         DiLoCo(quarter, sgd(quarter))
 
 
-def test_settings_and_models_that_differ_between_ranks_raise_on_all() -> None:
-    def body(comm: Communicator) -> list[str]:
-        texts = []
-        for every, width in ((50 + comm.rank, 4), (50, 4 + comm.rank)):
-            model = nn.Linear(3, width)
-            with pytest.raises(InvalidArgument) as raised:
-                DiLoCo(model, sgd(model), every, ranks=comm)
-            texts.append(str(raised.value))
-        return texts
-
-    for settings, shapes in run(2, body):
-        assert settings.startswith("DiLoCo() was called with a different every= by rank: 50 on")
-        assert "'weight' is torch.float32 of shape (5, 3) on rank 1" in shapes
+@on_ranks(2)
+def test_settings_and_models_that_differ_between_ranks_raise_on_all(comm: Communicator) -> None:
+    texts = []
+    for every, width in ((50 + comm.rank, 4), (50, 4 + comm.rank)):
+        model = nn.Linear(3, width)
+        with pytest.raises(InvalidArgument) as raised:
+            DiLoCo(model, sgd(model), every, ranks=comm)
+        texts.append(str(raised.value))
+    settings, shapes = texts
+    assert settings.startswith("DiLoCo() was called with a different every= by rank: 50 on")
+    assert "'weight' is torch.float32 of shape (5, 3) on rank 1" in shapes
 
 
 def test_all_ranks_begin_with_rank_0s_model() -> None:

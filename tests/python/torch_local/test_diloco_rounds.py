@@ -13,7 +13,7 @@ from gradwire import Communicator
 from gradwire.torch.outer.outer import fragments_of
 from gradwire.torch.outer.rounds import Round, Stopwatch, paced_steps
 from local_training import Trainee, batch, bits, small, weights
-from ranks import LIMIT, outcomes, run
+from ranks import LIMIT, on_ranks, outcomes, run
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -113,22 +113,20 @@ def test_fragments_at_any_pace_end_in_the_same_bits(
     assert slow_steps < steps / 2 if pace and every > 1 else slow_steps == steps
 
 
-def test_a_fragment_is_exchanged_at_its_own_step() -> None:
-    def body(comm: Communicator) -> list[list[bool]]:
-        trainee = Trainee(comm, every=4, fragments=2, lr=1, momentum=0)
-        found, before = [], [each.clone() for each in trainee.model.parameters()]
-        for _ in range(8):
-            trainee.inner_step()
-            mine = [each.detach().clone() for each in trainee.model.parameters()]
-            trainee.outer.step()
-            now = list(trainee.model.parameters())
-            found.append([not torch.equal(a, b) for a, b in zip(mine, now, strict=True)])
-        assert before
-        return found
-
+@on_ranks(2)
+def test_a_fragment_is_exchanged_at_its_own_step(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=4, fragments=2, lr=1, momentum=0)
+    found, before = [], [each.clone() for each in trainee.model.parameters()]
+    for _ in range(8):
+        trainee.inner_step()
+        mine = [each.detach().clone() for each in trainee.model.parameters()]
+        trainee.outer.step()
+        now = list(trainee.model.parameters())
+        found.append([not torch.equal(a, b) for a, b in zip(mine, now, strict=True)])
+    assert before
     # The first weight has 320 of 524 elements.
     none, first, second = [False] * 4, [True, False, False, False], [False, True, True, True]
-    assert run(2, body) == [[none, first, none, second] * 2] * 2
+    assert found == [none, first, none, second] * 2
 
 
 def test_a_delayed_average_is_that_of_the_parameters_that_were_sent() -> None:

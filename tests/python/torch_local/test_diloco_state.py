@@ -17,7 +17,7 @@ from gradwire.torch import gather_state_dict, scatter_state_dict
 from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.exchange.engine import Averages
 from local_training import Trainee, assert_same, bits, small, weights
-from ranks import LIMIT, run
+from ranks import LIMIT, on_ranks, run
 
 SETTINGS: list[dict[str, Any]] = [
     {"every": 4, "codec": "onebit"},
@@ -35,39 +35,39 @@ def saved(what: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_resumed_training_has_the_same_bits_from_any_step(settings: dict[str, Any]) -> None:
-    def body(comm: Communicator) -> None:
-        trainee = Trainee(comm, small(normalized=True), **settings)
-        states = []
-        for _ in range(12):
-            states.append(saved((trainee.outer.state_dict(), trainee.model.state_dict())))
-            trainee.step()
-        expected = bits(trainee.model), trainee.outer.state_dict()
-        for begin in range(3, 12):
-            again = Trainee(comm, small(normalized=True), **settings)
-            outer, model = states[begin]
-            again.model.load_state_dict(model)
-            again.outer.load_state_dict(outer)
-            again.step_number = begin
-            again.train(12 - begin)
-            assert bits(again.model) == expected[0], begin
-            assert_same(again.outer.state_dict(), expected[1])
+@on_ranks(2)
+def test_a_resumed_training_has_the_same_bits_from_any_step(
+    comm: Communicator, settings: dict[str, Any]
+) -> None:
+    trainee = Trainee(comm, small(normalized=True), **settings)
+    states = []
+    for _ in range(12):
+        states.append(saved((trainee.outer.state_dict(), trainee.model.state_dict())))
+        trainee.step()
+    expected = bits(trainee.model), trainee.outer.state_dict()
+    for begin in range(3, 12):
+        again = Trainee(comm, small(normalized=True), **settings)
+        outer, model = states[begin]
+        again.model.load_state_dict(model)
+        again.outer.load_state_dict(outer)
+        again.step_number = begin
+        again.train(12 - begin)
+        assert bits(again.model) == expected[0], begin
+        assert_same(again.outer.state_dict(), expected[1])
 
-    run(2, body)
 
-
-def test_pace_is_saved() -> None:
+@on_ranks(2)
+def test_pace_is_saved(comm: Communicator) -> None:
     """Steps take no time (`float()` is 0), so that the round after has `every` steps again."""
-
-    def body(comm: Communicator) -> Any:
-        trainee = Trainee(comm, every=4, pace=True, clock=float)
-        trainee.outer._steps._round.steps = 1 + comm.rank
-        trainee.outer._steps.pace = (1, 2)
-        again = Trainee(comm, every=4, pace=True, clock=float)
-        again.outer.load_state_dict(saved(trainee.outer.state_dict()))
-        return again.outer.pace, [again.step() for _ in range(2)].index(True)
-
-    assert run(2, body) == [((1, 2), 0), ((1, 2), 1)]
+    trainee = Trainee(comm, every=4, pace=True, clock=float)
+    trainee.outer._steps._round.steps = 1 + comm.rank
+    trainee.outer._steps.pace = (1, 2)
+    again = Trainee(comm, every=4, pace=True, clock=float)
+    again.outer.load_state_dict(saved(trainee.outer.state_dict()))
+    assert (again.outer.pace, [again.step() for _ in range(2)].index(True)) == [
+        ((1, 2), 0),
+        ((1, 2), 1),
+    ][comm.rank]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

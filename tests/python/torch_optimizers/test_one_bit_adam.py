@@ -9,7 +9,7 @@ import torch
 from gradwire import Communicator
 from gradwire.torch import OneBitAdam, Stages
 from local_training import bits, small, weights
-from ranks import run
+from ranks import on_ranks, run
 from replicated_training import Replica, average_gradients, own_gradients
 from torch import nn
 
@@ -194,36 +194,33 @@ def test_between_exchanges_ranks_train_alone_and_send_little() -> None:
     assert [step for step in range(9) if sent[step] > sent[3] + 50] == [0, 1, 2, 5, 8]
 
 
-def test_a_rate_of_zero_between_exchanges_moves_nothing() -> None:
-    def body(comm: Communicator) -> bool:
-        replica = Replica(comm, warm_up=2, every=2)
-        replica.train(4)
-        replica.optimizer.param_groups[0]["lr"] = 0.0
-        before = bits(replica.model)
-        replica.train(2)
-        same = bits(replica.model) == before
-        replica.optimizer.param_groups[0]["lr"] = 0.01
-        replica.train(2)
-        replica.optimizer.check_agreement()
-        return same and bool(weights(replica.model).isfinite().all())
+@on_ranks(2)
+def test_a_rate_of_zero_between_exchanges_moves_nothing(comm: Communicator) -> None:
+    replica = Replica(comm, warm_up=2, every=2)
+    replica.train(4)
+    replica.optimizer.param_groups[0]["lr"] = 0.0
+    before = bits(replica.model)
+    replica.train(2)
+    same = bits(replica.model) == before
+    replica.optimizer.param_groups[0]["lr"] = 0.01
+    replica.train(2)
+    replica.optimizer.check_agreement()
+    assert same
+    assert bool(weights(replica.model).isfinite().all())
 
-    assert run(2, body) == [True, True]
 
-
-def test_codecs_by_parameter_hold_after_the_warm_up() -> None:
-    def body(comm: Communicator) -> list[tuple[bool, bool]]:
-        codec = Stages((0, "onebit"), (4, "none"))
-        options = {"warm_up": 2, "warm_up_codec": "none", "rules": [("*.bias", "none")]}
-        replica = Replica(comm, codec=codec, **options)
-        kept, found = replica.optimizer.feedback, []
-        for _ in range(5):
-            replica.train(1)
-            names = ("0.weight", "0.bias")
-            found.append(tuple(bool(kept.residual(name).any()) for name in names))
-        return found
-
+@on_ranks(2)
+def test_codecs_by_parameter_hold_after_the_warm_up(comm: Communicator) -> None:
+    codec = Stages((0, "onebit"), (4, "none"))
+    options = {"warm_up": 2, "warm_up_codec": "none", "rules": [("*.bias", "none")]}
+    replica = Replica(comm, codec=codec, **options)
+    kept, found = replica.optimizer.feedback, []
+    for _ in range(5):
+        replica.train(1)
+        names = ("0.weight", "0.bias")
+        found.append(tuple(bool(kept.residual(name).any()) for name in names))
     expected = [(False, False)] * 2 + [(True, False)] * 2 + [(False, False)]
-    assert run(2, body) == [expected] * 2
+    assert found == expected
 
 
 def test_clipping_is_of_the_average_in_the_warm_up() -> None:
@@ -266,24 +263,20 @@ def test_clipping_is_of_each_ranks_own_gradient_after_it() -> None:
     assert long_one == pytest.approx(0.1 * 2**0.5, rel=1e-3)
 
 
-def test_a_word_that_first_appears_after_the_warm_up_moves_as_others_do() -> None:
+@on_ranks(2)
+def test_a_word_that_first_appears_after_the_warm_up_moves_as_others_do(comm: Communicator) -> None:
     """Its second moment is frozen at 0."""
-
-    def body(comm: Communicator) -> tuple[float, float]:
-        words = nn.Embedding(64, 32)
-        words.weight.data.zero_()
-        optimizer = OneBitAdam(words.named_parameters(), 0.01, warm_up=4, ranks=comm)
-        for step in range(12):
-            seen = torch.arange(32) if step < 4 else torch.arange(64)
-            optimizer.zero_grad()
-            words(seen).sum().backward()
-            optimizer.step()
-        moved = words.weight.detach().abs()
-        return float(moved[:32].mean()), float(moved[32:].max())
-
-    for usual, late in run(2, body):
-        assert 0.05 < usual < 0.2  # 12 steps of 0.01
-        assert late < 2
+    words = nn.Embedding(64, 32)
+    words.weight.data.zero_()
+    optimizer = OneBitAdam(words.named_parameters(), 0.01, warm_up=4, ranks=comm)
+    for step in range(12):
+        seen = torch.arange(32) if step < 4 else torch.arange(64)
+        optimizer.zero_grad()
+        words(seen).sum().backward()
+        optimizer.step()
+    moved = words.weight.detach().abs()
+    assert 0.05 < float(moved[:32].mean()) < 0.2
+    assert float(moved[32:].max()) < 2
 
 
 def test_parameters_that_are_thawed_or_added_have_their_own_warm_up() -> None:

@@ -9,7 +9,7 @@ import torch
 from gradwire import Communicator, InvalidArgument
 from gradwire.torch import DeMo, DistributedLion, OneBitAdam
 from local_training import batch, bits
-from ranks import run
+from ranks import on_ranks, run
 from replicated_training import Replica
 from torch.nn.functional import mse_loss
 
@@ -54,22 +54,19 @@ def test_scales_agree_and_training_has_the_bits_of_one_without_a_scaler(
     assert run(2, with_scaler) == [(expected, 2.0**8, 6)] * 2
 
 
-def test_a_scaler_that_the_optimizer_was_not_given_is_refused() -> None:
-    def body(comm: Communicator) -> str:
-        scaler = torch.amp.GradScaler("cpu")
-        replica = Replica(comm)
-        with pytest.raises(InvalidArgument) as raised:
-            scaled(replica, scaler)
-        replica.optimizer.scaler = again = torch.amp.GradScaler("cpu")
-        scaled(replica, again)
-        assert replica.optimizer.steps == 1
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        replica.optimizer.scaler = None
-        scaled(replica, off)
-        return str(raised.value)
-
-    for text in run(2, body):
-        assert "give scaler=" in text
+@on_ranks(2)
+def test_a_scaler_that_the_optimizer_was_not_given_is_refused(comm: Communicator) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    replica = Replica(comm)
+    with pytest.raises(InvalidArgument) as raised:
+        scaled(replica, scaler)
+    replica.optimizer.scaler = again = torch.amp.GradScaler("cpu")
+    scaled(replica, again)
+    assert replica.optimizer.steps == 1
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    replica.optimizer.scaler = None
+    scaled(replica, off)
+    assert "give scaler=" in str(raised.value)
 
 
 def test_autocast_and_accumulation() -> None:

@@ -13,7 +13,7 @@ import torch_ranks
 from gradwire import Communicator, InvalidArgument
 from gradwire.torch import Compression, DeMo, DistributedLion, OneBitAdam
 from local_training import batch, bits, small
-from ranks import run
+from ranks import on_ranks, run
 from replicated_training import Replica, settings_of
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -119,89 +119,80 @@ def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: 
     assert all(text in each for each in run(1, body)[0])
 
 
-def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all() -> None:
-    def body(comm: Communicator) -> list[str]:
-        replica = Replica(comm, DistributedLion, lr=0.01)
-        optimizer = replica.optimizer
-        group = {"params": [("x", nn.Parameter(torch.zeros(3)))], "lr": 0.1 * (1 + comm.rank)}
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["lr"] = 0.1 * (1 + comm.rank)
-        scaler = torch.amp.GradScaler("cpu") if comm.rank else None
-        texts = []
-        for call in (
-            lambda: optimizer.add_param_group(group),
-            lambda: optimizer.load_state_dict(saved),
-            lambda: Replica(comm, DistributedLion, scaler=scaler),
-        ):
-            with pytest.raises(InvalidArgument) as raised:
-                call()
-            texts.append(str(raised.value))
-        assert len(optimizer.param_groups) == 1
-        return texts
-
-    for added, loaded, scaled in run(2, body):
-        assert added.startswith("add_param_group() was called with a different param_groups= by")
-        assert loaded.startswith("load_state_dict() was called with a different param_groups= by")
-        assert "different scaler= by rank: False on rank 0; True on rank 1" in scaled
+@on_ranks(2)
+def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all(comm: Communicator) -> None:
+    replica = Replica(comm, DistributedLion, lr=0.01)
+    optimizer = replica.optimizer
+    group = {"params": [("x", nn.Parameter(torch.zeros(3)))], "lr": 0.1 * (1 + comm.rank)}
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.1 * (1 + comm.rank)
+    scaler = torch.amp.GradScaler("cpu") if comm.rank else None
+    texts = []
+    for call in (
+        lambda: optimizer.add_param_group(group),
+        lambda: optimizer.load_state_dict(saved),
+        lambda: Replica(comm, DistributedLion, scaler=scaler),
+    ):
+        with pytest.raises(InvalidArgument) as raised:
+            call()
+        texts.append(str(raised.value))
+    assert len(optimizer.param_groups) == 1
+    added, loaded, scaled = texts
+    assert added.startswith("add_param_group() was called with a different param_groups= by")
+    assert loaded.startswith("load_state_dict() was called with a different param_groups= by")
+    assert "different scaler= by rank: False on rank 0; True on rank 1" in scaled
 
 
 @pytest.mark.parametrize("make", [OneBitAdam, DistributedLion, DeMo])
-def test_steps_with_nothing_to_send(make: Any) -> None:
+@on_ranks(2)
+def test_steps_with_nothing_to_send(comm: Communicator, make: Any) -> None:
     """All parameters are frozen, or have no elements."""
-
-    def body(comm: Communicator) -> int:
-        replica = Replica(comm, make)
-        replica.train(1)
-        before = bits(replica.model)
-        for each in replica.model.parameters():
-            each.requires_grad_(False)
-        replica.optimizer.step()
-        assert bits(replica.model) == before
-        for each in replica.model.parameters():
-            each.requires_grad_(True)
-        replica.train(1)
-        assert bits(replica.model) != before
-        empty = nn.ParameterList([nn.Parameter(torch.zeros(0, 3))])
-        Replica(comm, make, empty).optimizer.step()
-        return replica.optimizer.steps
-
-    assert run(2, body) == [3, 3]
+    replica = Replica(comm, make)
+    replica.train(1)
+    before = bits(replica.model)
+    for each in replica.model.parameters():
+        each.requires_grad_(False)
+    replica.optimizer.step()
+    assert bits(replica.model) == before
+    for each in replica.model.parameters():
+        each.requires_grad_(True)
+    replica.train(1)
+    assert bits(replica.model) != before
+    empty = nn.ParameterList([nn.Parameter(torch.zeros(0, 3))])
+    Replica(comm, make, empty).optimizer.step()
+    assert replica.optimizer.steps == 3
 
 
-def test_copies_say_that_they_are() -> None:
-    def body(comm: Communicator) -> None:
-        original = Replica(comm, DistributedLion).optimizer
-        copied = copy.deepcopy(original)
-        saved = original.state_dict()
-        for call in (
-            copied.state_dict,
-            copied.check_agreement,
-            copied.close,
-            copied.step,
-            lambda: copied.load_state_dict(saved),
-            lambda: copied.after_shrink(comm),
-        ):
-            with pytest.raises(InvalidArgument, match="this DistributedLion is a copy"):
-                call()
-
-    run(1, body)
+@on_ranks(1)
+def test_copies_say_that_they_are(comm: Communicator) -> None:
+    original = Replica(comm, DistributedLion).optimizer
+    copied = copy.deepcopy(original)
+    saved = original.state_dict()
+    for call in (
+        copied.state_dict,
+        copied.check_agreement,
+        copied.close,
+        copied.step,
+        lambda: copied.load_state_dict(saved),
+        lambda: copied.after_shrink(comm),
+    ):
+        with pytest.raises(InvalidArgument, match="this DistributedLion is a copy"):
+            call()
 
 
-def test_settings_and_groups_that_differ_between_ranks_raise_on_all() -> None:
-    def body(comm: Communicator) -> list[str]:
-        texts = []
-        for settings in ({"warm_up": 1 + comm.rank}, {"warm_up": 1, "lr": 0.1 * (1 + comm.rank)}):
-            with pytest.raises(InvalidArgument) as raised:
-                OneBitAdam(small().named_parameters(), ranks=comm, **settings)
-            texts.append(str(raised.value))
+@on_ranks(2)
+def test_settings_and_groups_that_differ_between_ranks_raise_on_all(comm: Communicator) -> None:
+    texts = []
+    for settings in ({"warm_up": 1 + comm.rank}, {"warm_up": 1, "lr": 0.1 * (1 + comm.rank)}):
         with pytest.raises(InvalidArgument) as raised:
-            OneBitAdam(nn.Linear(3, 3 + comm.rank).parameters(), warm_up=1, ranks=comm)
-        return [*texts, str(raised.value)]
-
-    for warm_up, rates, shapes in run(2, body):
-        assert warm_up.startswith("OneBitAdam() was called with a different warm_up= by rank: 1 on")
-        assert "different param_groups=" in rates
-        assert "'0.0' is torch.float32 of shape (4, 3) on rank 1" in shapes
+            OneBitAdam(small().named_parameters(), ranks=comm, **settings)
+        texts.append(str(raised.value))
+    with pytest.raises(InvalidArgument) as raised:
+        OneBitAdam(nn.Linear(3, 3 + comm.rank).parameters(), warm_up=1, ranks=comm)
+    warm_up, rates, shapes = [*texts, str(raised.value)]
+    assert warm_up.startswith("OneBitAdam() was called with a different warm_up= by rank: 1 on")
+    assert "different param_groups=" in rates
+    assert "'0.0' is torch.float32 of shape (4, 3) on rank 1" in shapes
 
 
 def test_several_models_and_optimizers_in_one_process() -> None:

@@ -12,7 +12,7 @@ import torch
 from gradwire import Communicator, InvalidArgument
 from gradwire.torch import DeMo, DistributedLion, OneBitAdam, gather_state_dict, scatter_state_dict
 from local_training import assert_same, bits, small
-from ranks import LIMIT, run
+from ranks import LIMIT, on_ranks, run
 from replicated_training import Replica, saved
 from torch.nn import Parameter
 
@@ -39,26 +39,24 @@ def undelivered(replica: Replica) -> dict[str, torch.Tensor]:
 
 
 @each_optimizer
+@on_ranks(2)
 def test_a_resumed_training_has_the_same_bits_from_any_step(
-    make: Any, settings: dict[str, Any]
+    comm: Communicator, make: Any, settings: dict[str, Any]
 ) -> None:
-    def body(comm: Communicator) -> None:
-        replica, states = Replica(comm, make, **settings), []
-        for _ in range(7):
-            states.append(saved((state_of(replica), replica.model.state_dict())))
-            replica.train(1)
-        expected = bits(replica.model), state_of(replica)
-        for begin in (0, 1, 3, 4, 6):
-            again = Replica(comm, make, **settings)
-            optimizer, model = states[begin]
-            again.model.load_state_dict(model)
-            again.optimizer.load_state_dict(optimizer)
-            again.step_number = begin
-            again.train(7 - begin)
-            assert bits(again.model) == expected[0], begin
-            assert_same(state_of(again), expected[1])
-
-    run(2, body)
+    replica, states = Replica(comm, make, **settings), []
+    for _ in range(7):
+        states.append(saved((state_of(replica), replica.model.state_dict())))
+        replica.train(1)
+    expected = bits(replica.model), state_of(replica)
+    for begin in (0, 1, 3, 4, 6):
+        again = Replica(comm, make, **settings)
+        optimizer, model = states[begin]
+        again.model.load_state_dict(model)
+        again.optimizer.load_state_dict(optimizer)
+        again.step_number = begin
+        again.train(7 - begin)
+        assert bits(again.model) == expected[0], begin
+        assert_same(state_of(again), expected[1])
 
 
 @each_optimizer
@@ -149,40 +147,35 @@ def test_all_ranks_states_go_to_another_number_of_ranks(
     assert [steps for _, steps in found] == [7, 7]
 
 
-def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    def body(comm: Communicator) -> list[str]:
-        replica = Replica(comm)
-        early = state_of(replica)
-        replica.train(5)
-        good = state_of(replica)
-        other = Replica(comm, model=torch.nn.Linear(3, 3))
-        other.optimizer.step()
-        states: list[Any] = [
-            other.optimizer.state_dict() if comm.rank else good,
-            torch.optim.AdamW(small().parameters()).state_dict(),
-            {**good, "rank": 1 - comm.rank},
-            {**good, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]},
-            {**good, "state": {0: {"exp_avg": torch.zeros(3)}}},
-            {**good, "feedback": {"0.weight": {"residual": torch.zeros(3)}}},
-            early if comm.rank else good,  # last, for it fits the rank
-        ]
-        texts = []
-        for each in states:
-            with pytest.raises(InvalidArgument) as raised:
-                replica.optimizer.load_state_dict(each)
-            texts.append(str(raised.value))
-            if each is not states[-1]:
-                assert_same(state_of(replica), good)
-        replica.optimizer.load_state_dict(good)
-        replica.train(1)
-        return texts
-
-    for texts in run(2, body):
-        expected = ("of [2] param", "version is None", "this is rank", "of [2, 2] param")
-        for text, part in zip(
-            texts, (*expected, "shape (3,)", "3 elements", "steps="), strict=True
-        ):
-            assert part in text
+@on_ranks(2)
+def test_states_that_do_not_fit_are_refused_on_all_ranks(comm: Communicator) -> None:
+    replica = Replica(comm)
+    early = state_of(replica)
+    replica.train(5)
+    good = state_of(replica)
+    other = Replica(comm, model=torch.nn.Linear(3, 3))
+    other.optimizer.step()
+    states: list[Any] = [
+        other.optimizer.state_dict() if comm.rank else good,
+        torch.optim.AdamW(small().parameters()).state_dict(),
+        {**good, "rank": 1 - comm.rank},
+        {**good, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]},
+        {**good, "state": {0: {"exp_avg": torch.zeros(3)}}},
+        {**good, "feedback": {"0.weight": {"residual": torch.zeros(3)}}},
+        early if comm.rank else good,  # last, for it fits the rank
+    ]
+    texts = []
+    for each in states:
+        with pytest.raises(InvalidArgument) as raised:
+            replica.optimizer.load_state_dict(each)
+        texts.append(str(raised.value))
+        if each is not states[-1]:
+            assert_same(state_of(replica), good)
+    replica.optimizer.load_state_dict(good)
+    replica.train(1)
+    expected = ("of [2] param", "version is None", "this is rank", "of [2, 2] param")
+    for text, part in zip(texts, (*expected, "shape (3,)", "3 elements", "steps="), strict=True):
+        assert part in text
 
 
 @each_optimizer
@@ -284,23 +277,23 @@ def test_an_error_of_one_rank_alone_ends_the_others_step() -> None:
     assert "RuntimeError in OneBitAdam.step()" in run(2, body)[0]
 
 
-def test_a_failure_between_exchange_and_step_leaves_residuals_as_they_were() -> None:
-    def body(comm: Communicator) -> None:
-        replica = Replica(comm, warm_up_codec="onebit", clip_norm=0.1)
-        replica.train(2)
-        before = bits(replica.model), state_of(replica)
-        replica.backward()
-        if comm.rank == 1:
-            comm.broadcast = lambda _: 1 / 0
-            with pytest.raises(ZeroDivisionError):
-                replica.optimizer.step()
-            assert bits(replica.model) == before[0]
-            assert_same(state_of(replica), before[1])
-        else:
-            with contextlib.suppress(gradwire.Aborted):  # rank 0 may have sent its norm in time
-                replica.optimizer.step()
-
-    run(2, body)
+@on_ranks(2)
+def test_a_failure_between_exchange_and_step_leaves_residuals_as_they_were(
+    comm: Communicator,
+) -> None:
+    replica = Replica(comm, warm_up_codec="onebit", clip_norm=0.1)
+    replica.train(2)
+    before = bits(replica.model), state_of(replica)
+    replica.backward()
+    if comm.rank == 1:
+        comm.broadcast = lambda _: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            replica.optimizer.step()
+        assert bits(replica.model) == before[0]
+        assert_same(state_of(replica), before[1])
+    else:
+        with contextlib.suppress(gradwire.Aborted):  # rank 0 may have sent its norm in time
+            replica.optimizer.step()
 
 
 def test_a_copy_says_that_it_has_no_connections() -> None:
