@@ -16,7 +16,6 @@ from tests.faults.supervisor import Finished
 _TYPED = ("TransportError", "Timeout", "Aborted", "InvalidArgument", "RendezvousError")
 _LOAD_SECONDS = 2.0  # by which a busy machine may make a rank late besides, as by its memory
 _DEATH_SECONDS = 2.0  # for all to know of a rank's death
-_HARMLESS = ("none", "slow", "pause", "delay")
 _DEADLY = ("kill", "crash")  # the faulty rank does not report
 # What InvalidArgument says of ranks that differ: in a call, in one long ago, in a message, or in a
 # frame of a rank that does not answer for half a second, as one may that waits for a processor.

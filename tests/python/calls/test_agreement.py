@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Communicator, algorithms, codecs
-from ranks import nightly, run
+from ranks import nightly, on_ranks, run
 
 P = 5
 COUNTS = (1, 3, 1000, 70_001)
@@ -71,13 +71,11 @@ def test_the_noise_tells_orders_apart() -> None:
 
 
 @pytest.mark.parametrize("codec", codecs())
-def test_lists_of_arrays_agree_too(codec: str) -> None:
-    def body(comm: Communicator) -> list[bytes]:
-        xs = [array(codec, n, comm.rank) for n in COUNTS]
-        comm.all_reduce(xs, codec=codec, feedback=False)
-        return [x.tobytes() for x in xs]
-
-    found = run(P, body)
+@on_ranks(P)
+def test_lists_of_arrays_agree_too(comm: Communicator, codec: str) -> None:
+    xs = [array(codec, n, comm.rank) for n in COUNTS]
+    comm.all_reduce(xs, codec=codec, feedback=False)
+    found = comm.all_gather_object([x.tobytes() for x in xs])
     assert all(each == found[0] for each in found)
 
 

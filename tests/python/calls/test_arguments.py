@@ -22,7 +22,7 @@ from gradwire import (
 )
 from gradwire._bootstrap.mesh import inproc_meshes
 from gradwire._communicator import from_mesh
-from ranks import run
+from ranks import on_ranks
 
 NO_WHOLE: list[Any] = ["0", 1.5, [], object(), b"0", True, np.bool_(True), 10**30]
 NO_NUMBER: list[Any] = ["3", [], object(), b"3", 1j, True, np.ones(2)]
@@ -115,7 +115,6 @@ def build(**given: Any) -> Callable[..., Any]:
     return lambda function, name, value: function(**{**given, name: value})
 
 
-SCHEDULE = Schedule.generate("ring", 2)
 FEEDBACK = ErrorFeedback()
 NO_ITEMS: list[Any] = [5, "tcp", [5], object()]
 NO_COUNT = [None, *NO_WHOLE, 0, -1]
@@ -268,22 +267,20 @@ NAMES = {"SUM": "sum", "AVG": "avg", "MIN": "min", "MAX": "max", "PRODUCT": "pro
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_torchs_names_of_operations(name: str, wrapped: bool) -> None:
+@on_ranks(2)
+def test_torchs_names_of_operations(comm: Communicator, name: str, wrapped: bool) -> None:
     kind = torch.distributed.ReduceOp
     op = kind(getattr(kind, name)) if wrapped else getattr(kind, name)
 
-    def body(comm: Communicator) -> list[Any]:
-        def x() -> np.ndarray:
-            return np.arange(1, 5, dtype=np.float32) + comm.rank
+    def x() -> np.ndarray:
+        return np.arange(1, 5, dtype=np.float32) + comm.rank
 
-        found = []
-        for each in (op, NAMES[name]):
-            part = comm.reduce_scatter(x(), op=each)
-            found.append([comm.all_reduce(x(), op=each), comm.reduce(x(), op=each), part])
-        np.testing.assert_equal(found[0], found[1])
-        return found[0]
-
-    first, second = run(2, body)
+    found = []
+    for each in (op, NAMES[name]):
+        part = comm.reduce_scatter(x(), op=each)
+        found.append([comm.all_reduce(x(), op=each), comm.reduce(x(), op=each), part])
+    np.testing.assert_equal(found[0], found[1])
+    first, second = comm.all_gather_object(found[0])
     assert first[0].tolist() == second[0].tolist()
 
 

@@ -33,23 +33,23 @@ def times(x: np.ndarray, factor: float) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("p", [1, 3])
-def test_it_is_as_if_the_caller_had_multiplied(p: int, op: str, dtype: Any) -> None:
-    def body(comm: Communicator) -> bytes:
-        pre, post = 0.3 + comm.rank, 1 / 7
-        x = numbers(comm.rank, 999, dtype)
-        scaled, options = times(x, pre), {"op": op, "algorithm": "ring"}
-        wanted = times(comm.all_reduce(scaled.copy(), **options), post)
-        given, out = x.copy(), np.empty_like(x)
-        factors = {"prescale": pre, "postscale": post}
-        comm.all_reduce(given, out=out, **options, **factors)
-        np.testing.assert_array_equal(given, x)
-        assert comm.all_reduce(given, **options, **factors) is given
-        work = comm.all_reduce(x.copy(), **options, **factors, async_op=True)
-        for found in (given, out, work.wait(), work.wait()):
-            assert found.tobytes() == wanted.tobytes()
-        return given.tobytes()
-
-    assert len(set(run(p, body))) == 1
+@on_ranks()
+def test_it_is_as_if_the_caller_had_multiplied(
+    comm: Communicator, p: int, op: str, dtype: Any
+) -> None:
+    pre, post = 0.3 + comm.rank, 1 / 7
+    x = numbers(comm.rank, 999, dtype)
+    scaled, options = times(x, pre), {"op": op, "algorithm": "ring"}
+    wanted = times(comm.all_reduce(scaled.copy(), **options), post)
+    given, out = x.copy(), np.empty_like(x)
+    factors = {"prescale": pre, "postscale": post}
+    comm.all_reduce(given, out=out, **options, **factors)
+    np.testing.assert_array_equal(given, x)
+    assert comm.all_reduce(given, **options, **factors) is given
+    work = comm.all_reduce(x.copy(), **options, **factors, async_op=True)
+    for found in (given, out, work.wait(), work.wait()):
+        assert found.tobytes() == wanted.tobytes()
+    assert len(set(comm.all_gather_object(given.tobytes()))) == 1
 
 
 @on_ranks(3)

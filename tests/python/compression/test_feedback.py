@@ -65,48 +65,44 @@ def expect_conserved(found: list[tuple[Any, ...]], delivered: Any = None) -> Non
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("p", [1, 2, 3])
-def test_what_is_delivered_and_kept_adds_up(p: int, transport: str, codec: Any) -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            x = inputs(comm.rank, number)
-            return comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
+@on_ranks()
+def test_what_is_delivered_and_kept_adds_up(
+    comm: Communicator, p: int, transport: str, codec: Any
+) -> None:
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        x = inputs(comm.rank, number)
+        return comm.all_reduce(x, codec=codec, feedback=feedback, key="w")
 
-        return conserved(comm, call)
-
-    expect_conserved(run(p, body, transport=transport))
+    expect_conserved(comm.all_gather_object(conserved(comm, call)))
 
 
-def test_several_keys_in_one_call(codec: Any) -> None:
+@on_ranks(3)
+def test_several_keys_in_one_call(comm: Communicator, codec: Any) -> None:
     keys = [("a", 1000), ("b", 0), ("c", 1999), ("d", 1)]
 
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            x = inputs(comm.rank, number)
-            if number % 2:
-                comm.all_reduce(x, codec=codec, feedback=feedback, keys=keys)
-            else:
-                parts = np.split(x, np.cumsum([count for _, count in keys])[:-1])
-                comm.all_reduce(list(parts), codec=codec, feedback=feedback, keys=keys)
-            return x
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        x = inputs(comm.rank, number)
+        if number % 2:
+            comm.all_reduce(x, codec=codec, feedback=feedback, keys=keys)
+        else:
+            parts = np.split(x, np.cumsum([count for _, count in keys])[:-1])
+            comm.all_reduce(list(parts), codec=codec, feedback=feedback, keys=keys)
+        return x
 
-        return conserved(comm, call)
-
-    expect_conserved(run(3, body))
+    expect_conserved(comm.all_gather_object(conserved(comm, call)))
 
 
-def test_asynchronous_calls(codec: Any) -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            parts = np.split(inputs(comm.rank, number), 3)
-            works = [
-                comm.all_reduce(part, codec=codec, feedback=feedback, key=str(i), async_op=True)
-                for i, part in enumerate(parts)
-            ]
-            return np.concatenate([work.wait() for work in works])
+@on_ranks(2)
+def test_asynchronous_calls(comm: Communicator, codec: Any) -> None:
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        parts = np.split(inputs(comm.rank, number), 3)
+        works = [
+            comm.all_reduce(part, codec=codec, feedback=feedback, key=str(i), async_op=True)
+            for i, part in enumerate(parts)
+        ]
+        return np.concatenate([work.wait() for work in works])
 
-        return conserved(comm, call)
-
-    expect_conserved(run(2, body))
+    expect_conserved(comm.all_gather_object(conserved(comm, call)))
 
 
 @on_ranks(2)
@@ -126,39 +122,35 @@ def test_a_key_is_in_one_unfinished_call_only(comm: Communicator, codec: Any) ->
     comm.all_reduce(y, codec=codec, feedback=feedback, key="w")
 
 
-def test_reduce_scatter(codec: Any) -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            x = inputs(comm.rank, number)
-            y = np.zeros(N, np.float32)
-            block = comm.reduce_scatter(x, codec=codec, feedback=feedback, key="w")
-            y.reshape(3, -1)[comm.rank] = block
-            return y
+@on_ranks(3)
+def test_reduce_scatter(comm: Communicator, codec: Any) -> None:
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        x = inputs(comm.rank, number)
+        y = np.zeros(N, np.float32)
+        block = comm.reduce_scatter(x, codec=codec, feedback=feedback, key="w")
+        y.reshape(3, -1)[comm.rank] = block
+        return y
 
-        return conserved(comm, call)
-
-    found = run(3, body)
+    found = comm.all_gather_object(conserved(comm, call))
     expect_conserved(found, sum(each[1] for each in found))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gather"])
-def test_keys_of_reduce_scatter_may_end_anywhere(algorithm: str, codec: Any) -> None:
+@on_ranks(3)
+def test_keys_of_reduce_scatter_may_end_anywhere(
+    comm: Communicator, algorithm: str, codec: Any
+) -> None:
     keys = [("a", 700), ("b", 0), ("c", 1), ("d", 2299)]
 
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            y = np.zeros(N, np.float32)
-            blocks, results = (
-                np.split(each, [100, 2000]) for each in (inputs(comm.rank, number), y)
-            )
-            results[comm.rank][:] = comm.reduce_scatter(
-                blocks, codec=codec, algorithm=algorithm, feedback=feedback, keys=keys
-            )
-            return y
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        y = np.zeros(N, np.float32)
+        blocks, results = (np.split(each, [100, 2000]) for each in (inputs(comm.rank, number), y))
+        results[comm.rank][:] = comm.reduce_scatter(
+            blocks, codec=codec, algorithm=algorithm, feedback=feedback, keys=keys
+        )
+        return y
 
-        return conserved(comm, call)
-
-    found = run(3, body)
+    found = comm.all_gather_object(conserved(comm, call))
     expect_conserved(found, sum(each[1] for each in found))
 
 
@@ -210,16 +202,14 @@ def test_it_goes_on_in_parts_and_with_the_survivors(codec: Any) -> None:
     expect_conserved(found, sum(each[1] for each in found))
 
 
-def test_reduce(codec: Any) -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        def call(feedback: ErrorFeedback, number: int) -> Any:
-            x = inputs(comm.rank, number)
-            y = comm.reduce(x, root=1, codec=codec, feedback=feedback, key="w")
-            return np.zeros(N) if y is None else y
+@on_ranks(3)
+def test_reduce(comm: Communicator, codec: Any) -> None:
+    def call(feedback: ErrorFeedback, number: int) -> Any:
+        x = inputs(comm.rank, number)
+        y = comm.reduce(x, root=1, codec=codec, feedback=feedback, key="w")
+        return np.zeros(N) if y is None else y
 
-        return conserved(comm, call)
-
-    found = run(3, body)
+    found = comm.all_gather_object(conserved(comm, call))
     expect_conserved(found, sum(each[1] for each in found))
 
 
@@ -255,21 +245,18 @@ def test_a_step_stands_or_falls_as_a_whole(comm: Communicator, codec: Any) -> No
     assert moved == [True, False, False, False]
 
 
-def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:
-    def body(comm: Communicator) -> bool:
-        straight, saved = ErrorFeedback(), ErrorFeedback()
-        for call in range(4):
-            x, y = inputs(comm.rank, call), inputs(comm.rank, call)
-            comm.all_reduce(x, codec=codec, feedback=straight, key="w")
-            loaded = ErrorFeedback()
-            loaded.load_state_dict(saved.state_dict())
-            saved = loaded
-            comm.all_reduce(y, codec=codec, feedback=saved, key="w")
-            if not np.array_equal(x, y):
-                return False
-        return np.array_equal(straight.residual("w"), saved.residual("w"))
-
-    assert run(2, body) == [True] * 2
+@on_ranks(2)
+def test_saved_and_loaded_it_goes_on_with_the_same_bits(comm: Communicator, codec: Any) -> None:
+    straight, saved = ErrorFeedback(), ErrorFeedback()
+    for call in range(4):
+        x, y = inputs(comm.rank, call), inputs(comm.rank, call)
+        comm.all_reduce(x, codec=codec, feedback=straight, key="w")
+        loaded = ErrorFeedback()
+        loaded.load_state_dict(saved.state_dict())
+        saved = loaded
+        comm.all_reduce(y, codec=codec, feedback=saved, key="w")
+        np.testing.assert_array_equal(x, y)
+    assert np.array_equal(straight.residual("w"), saved.residual("w"))
 
 
 @on_ranks(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gradwire import Communicator, ErrorFeedback, InvalidArgument
 from numpy.typing import NDArray
-from ranks import on_ranks, run
+from ranks import on_ranks
 
 N, CALLS = 20_000, 5
 STEP = 2.0**-7  # of bfloat16 values between 1 and 2
@@ -43,7 +43,9 @@ def steps(residual: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.abs(residual).astype(np.float64) * STEP
 
 
-def books(comm: Communicator, codec: Any) -> tuple[NDArray[Any], ...]:
+@pytest.mark.parametrize("p", [1, 3])
+@on_ranks()
+def test_what_is_lost_is_rounding_without_a_bias(comm: Communicator, p: int, codec: Any) -> None:
     """The sum of inputs, the delivered sum, the residuals, and the limit of their rounding."""
     feedback = ErrorFeedback("bfloat16")
     given, delivered, rounding = np.zeros(N), np.zeros(N), np.zeros(N)
@@ -52,12 +54,7 @@ def books(comm: Communicator, codec: Any) -> tuple[NDArray[Any], ...]:
         given += x.ravel()
         delivered += comm.all_reduce(x, codec=codec, feedback=feedback, key="w").ravel()
         rounding += steps(feedback.residual("w"))
-    return given, delivered, feedback.residual("w"), rounding
-
-
-@pytest.mark.parametrize("p", [1, 3])
-def test_what_is_lost_is_rounding_without_a_bias(p: int, codec: Any) -> None:
-    found = run(p, books, codec)
+    found = comm.all_gather_object((given, delivered, feedback.residual("w"), rounding))
     assert all(np.array_equal(each[1], found[0][1]) for each in found)
     lost = sum(each[0] - each[2].astype(np.float64) for each in found) - found[0][1]
     assert (np.abs(lost) <= sum(each[3] for each in found) + 2e-4).all()
@@ -88,21 +85,18 @@ def test_a_step_that_fails_leaves_all_of_its_residuals(comm: Communicator) -> No
     assert all(np.array_equal(before[key], feedback.residual(key)) for key in "ab")
 
 
-def test_saved_and_loaded_it_goes_on_with_the_same_bits(codec: Any) -> None:
-    def body(comm: Communicator) -> bool:
-        straight, saved = ErrorFeedback("bfloat16"), ErrorFeedback("bfloat16")
-        for call in range(4):
-            x, y = inputs(comm.rank, call), inputs(comm.rank, call)
-            comm.all_reduce(x, codec=codec, feedback=straight, key="w")
-            loaded = ErrorFeedback("bfloat16")
-            loaded.load_state_dict(saved.state_dict())
-            saved = loaded
-            comm.all_reduce(y, codec=codec, feedback=saved, key="w")
-            if not np.array_equal(x, y):
-                return False
-        return np.array_equal(straight.residual("w"), saved.residual("w"))
-
-    assert run(2, body) == [True] * 2
+@on_ranks(2)
+def test_saved_and_loaded_it_goes_on_with_the_same_bits(comm: Communicator, codec: Any) -> None:
+    straight, saved = ErrorFeedback("bfloat16"), ErrorFeedback("bfloat16")
+    for call in range(4):
+        x, y = inputs(comm.rank, call), inputs(comm.rank, call)
+        comm.all_reduce(x, codec=codec, feedback=straight, key="w")
+        loaded = ErrorFeedback("bfloat16")
+        loaded.load_state_dict(saved.state_dict())
+        saved = loaded
+        comm.all_reduce(y, codec=codec, feedback=saved, key="w")
+        np.testing.assert_array_equal(x, y)
+    assert np.array_equal(straight.residual("w"), saved.residual("w"))
 
 
 def test_states_of_either_type_can_be_loaded_into_the_other() -> None:

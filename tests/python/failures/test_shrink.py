@@ -309,33 +309,30 @@ def test_a_communicator_shrinks_once(comm: Communicator) -> None:
         smaller.shrink()
 
 
-def test_work_in_flight_and_blocked_threads_end_first() -> None:
+@on_ranks(2, transport="shm", processes=True)
+def test_work_in_flight_and_blocked_threads_end_first(comm: Communicator) -> None:
     """The memory that they used is released."""
+    ended: list[BaseException] = []
 
-    def body(comm: Communicator) -> list[int]:
-        ended: list[BaseException] = []
+    def blocked() -> None:
+        try:
+            comm.recv(np.empty(3), 1 - comm.rank)
+        except Aborted as error:
+            ended.append(error)
 
-        def blocked() -> None:
-            try:
-                comm.recv(np.empty(3), 1 - comm.rank)
-            except Aborted as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=blocked)
-        thread.start()
-        x = np.ones(1_000_000)
-        works = [comm.all_reduce(x, async_op=True) for _ in range(20)]
-        works[1].wait()
-        if comm.rank == 0:
-            comm.abort("enough")
-        with pytest.raises(Aborted, match="enough"):
-            works[-1].wait()
-        with comm.shrink() as again:
-            thread.join(10)
-            assert len(ended) == 1
-            return members(again, comm.rank)
-
-    assert run(2, body, transport="shm", processes=True) == [[0, 1]] * 2
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    x = np.ones(1_000_000)
+    works = [comm.all_reduce(x, async_op=True) for _ in range(20)]
+    works[1].wait()
+    if comm.rank == 0:
+        comm.abort("enough")
+    with pytest.raises(Aborted, match="enough"):
+        works[-1].wait()
+    with comm.shrink() as again:
+        thread.join(10)
+        assert len(ended) == 1
+        assert members(again, comm.rank) == [0, 1]
 
 
 def test_the_store_is_not_needed() -> None:

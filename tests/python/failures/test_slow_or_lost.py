@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Communicator, Timeout
-from ranks import eventually, over_processes, run, state_of
+from ranks import eventually, on_ranks, over_processes, run, state_of
 
 SHARED: Any = multiprocessing.get_context("fork")
 
@@ -83,19 +83,16 @@ def test_a_timeout_says_whether_the_rank_is_alive(how: str, where: str, transpor
         assert float(found[1]) >= 1.4
 
 
-def test_a_message_that_nobody_sends_is_told_apart_too() -> None:
-    def body(comm: Communicator) -> str:
-        comm.all_reduce(np.ones(3), async_op=True).wait()
-        if comm.rank == 1:
-            with pytest.raises(Timeout):
-                comm.recv(np.empty(3), 0, timeout=60)
-            return ""
-        with pytest.raises(Timeout, match=r"within its timeout=0\.5 s") as raised:
-            comm.recv(np.empty(3), 1, timeout=0.5)
-        return str(raised.value)
-
-    text, _ = run(2, body, transport="shm", processes=True)
-    assert "It is alive: rank 1 (process" in text
+@on_ranks(2, transport="shm", processes=True)
+def test_a_message_that_nobody_sends_is_told_apart_too(comm: Communicator) -> None:
+    comm.all_reduce(np.ones(3), async_op=True).wait()
+    if comm.rank == 1:
+        with pytest.raises(Timeout):
+            comm.recv(np.empty(3), 0, timeout=60)
+        return
+    with pytest.raises(Timeout, match=r"within its timeout=0\.5 s") as raised:
+        comm.recv(np.empty(3), 1, timeout=0.5)
+    assert "It is alive: rank 1 (process" in str(raised.value)
 
 
 def wait_patiently(comm: Communicator, board: Board, stops: bool) -> str | list[float]:
@@ -139,17 +136,14 @@ def test_patience_ends_for_a_rank_that_is_stopped(transport: str) -> None:
     assert "is stopped (kill -CONT" in text
 
 
-def test_patience_has_an_end() -> None:
-    def body(comm: Communicator) -> str:
-        comm.all_reduce(np.ones(3), async_op=True).wait()
-        comm._core.set_patience(1.5)
-        if comm.rank == 1:
-            with pytest.raises(Timeout):
-                comm.recv(np.empty(3), 0, timeout=60)
-            return ""
-        with pytest.raises(Timeout) as raised:
-            comm.all_reduce(np.ones(3), timeout=0.5)
-        return str(raised.value)
-
-    text, _ = run(2, body, transport="shm", processes=True)
-    assert "timed out after its patience=1.5 s" in text
+@on_ranks(2, transport="shm", processes=True)
+def test_patience_has_an_end(comm: Communicator) -> None:
+    comm.all_reduce(np.ones(3), async_op=True).wait()
+    comm._core.set_patience(1.5)
+    if comm.rank == 1:
+        with pytest.raises(Timeout):
+            comm.recv(np.empty(3), 0, timeout=60)
+        return
+    with pytest.raises(Timeout) as raised:
+        comm.all_reduce(np.ones(3), timeout=0.5)
+    assert "timed out after its patience=1.5 s" in str(raised.value)

@@ -127,6 +127,13 @@ def _outcome(child: Any, pipe: Connection) -> tuple[bool, Any]:
     return outcome
 
 
+def gathered(value: Any) -> list[Any]:
+    """All ranks' values, by rank; every rank calls it."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def die() -> None:
     """Ends this rank's process as a crash would."""
     os._exit(3)

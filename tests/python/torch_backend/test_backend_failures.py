@@ -181,26 +181,22 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_named(ranks: int) -> None:
         assert re.search(r"ranks? [\d, ]*\b1\b.* did not appear", text), text
 
 
-def wait_in_vain() -> tuple[str, int] | None:
+@sizes
+@torch_ranks.on_ranks(backend="gradwire")
+def test_a_receive_in_vain_names_the_rank(ranks: int) -> None:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     group = dist.new_group()
     group.set_timeout(timedelta(seconds=0.5))
     if rank != 0:
         store.wait(["over"])
-        return None
+        return
     other = dist.irecv(torch.ones(1), 1, group=group, tag=7)
     with pytest.raises(gradwire.Timeout) as raised:
         dist.recv(torch.ones(1), 1, group=group, tag=8)
     with pytest.raises(gradwire.Timeout):
         other.wait()
     store.set("over", b"")
-    return type(raised.value).__name__, raised.value.peer
-
-
-@sizes
-def test_a_receive_in_vain_names_the_rank(ranks: int) -> None:
-    first, *_ = torch_ranks.run(ranks, wait_in_vain, backend="gradwire")
-    assert first == ("Timeout", 1)
+    assert (type(raised.value).__name__, raised.value.peer) == ("Timeout", 1)
 
 
 @sizes

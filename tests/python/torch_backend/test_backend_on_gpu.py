@@ -245,7 +245,8 @@ def encoded(rank: int, to: Any, group: Any) -> list[torch.Tensor]:
     return [on_cpu(each) for each in (x, gathered, taken)]
 
 
-def refusals_and_codecs() -> list[str]:
+@torch_ranks.on_ranks(2, backend="gradwire")
+def test_codecs_and_ranks_without_gpus_go_by_the_host() -> None:
     simulated.install()
     rank, logged = dist.get_rank(), torch_ranks.logged()
     with pytest.raises(gradwire.InvalidArgument, match=r"on cuda:0, and another.*the CPU"):
@@ -268,11 +269,7 @@ def refusals_and_codecs() -> list[str]:
             work.wait()
         assert torch.equal(cpu(x), values(0, 4) + values(1, 4))
     assert endpoint_of(without).communicator._gpu is None
-    return logged
-
-
-def test_codecs_and_ranks_without_gpus_go_by_the_host() -> None:
-    first, second = torch_ranks.run(2, refusals_and_codecs, backend="gradwire")
+    first, second = torch_ranks.gathered(logged)
     assert len(first) == len(second) == 1
     assert "because rank 1 cannot use GPUs" in first[0]
     assert "by way of the host, because this test says so" in second[0]

@@ -65,7 +65,8 @@ def test_residuals_of_a_broken_step_are_as_they_were() -> None:
     assert np.array_equal(broken, whole)
 
 
-def failing_on_one_rank() -> Any:
+@torch_ranks.on_ranks(2)
+def test_no_rank_commits_a_step_that_another_has_not_prepared() -> None:
     """Both ranks have averages in a step, and then rank 1 fails, before it tells rank 0 so."""
     model, optimizer, session = made()
     averager, meet = session._averager, session._averager._barrier
@@ -84,11 +85,7 @@ def failing_on_one_rank() -> Any:
         return None
 
     averager._barrier = then_fail  # type: ignore[method-assign]
-    return train(model, optimizer, session)
-
-
-def test_no_rank_commits_a_step_that_another_has_not_prepared() -> None:
-    (one, first), (other, second) = torch_ranks.run(2, failing_on_one_rank)
+    (one, first), (other, second) = torch_ranks.gathered(train(model, optimizer, session))
     assert one == other
     assert one.count(False) == 1
     assert np.array_equal(first, second)

@@ -58,16 +58,14 @@ def test_a_step_that_broke_off_leaves_no_trace() -> None:
         assert whole[1] == broken[1]
 
 
-def test_what_averages_do_not_deliver_stays_in_residuals() -> None:
-    def body(comm: Communicator) -> Any:
-        feedback = ErrorFeedback()
-        over = exchange(comm, Rules("onebit"), feedback)
-        given = [gradients(comm, step).gradients[0].double() for step in range(3)]
-        delivered = [averaged(over, step)[0].double() for step in range(3)]
-        kept = torch.from_numpy(feedback.residual("weight")).double().view(SHAPES["weight"])
-        return sum(given), sum(delivered), kept
-
-    found = run(2, body)
+@on_ranks(2)
+def test_what_averages_do_not_deliver_stays_in_residuals(comm: Communicator) -> None:
+    feedback = ErrorFeedback()
+    over = exchange(comm, Rules("onebit"), feedback)
+    given = [gradients(comm, step).gradients[0].double() for step in range(3)]
+    delivered = [averaged(over, step)[0].double() for step in range(3)]
+    kept = torch.from_numpy(feedback.residual("weight")).double().view(SHAPES["weight"])
+    found = comm.all_gather_object((sum(given), sum(delivered), kept))
     given, kept = (sum(each[i] for each in found) / 2 for i in (0, 2))
     torch.testing.assert_close(given, found[0][1] + kept, rtol=0, atol=1e-5)
 

@@ -102,7 +102,12 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 300), nn.Linear(300, 300), nn.Linear(300, 10))
 
 
-def registered(link: str | None) -> tuple[str, list[str]]:
+@pytest.mark.parametrize(
+    ("link", "codec"),
+    [(None, "none"), ("100mbit,100us", "Stages((0, 'int8'), (500, 'lowrank'))")],
+)
+@torch_ranks.on_ranks(2)
+def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
     """The codec that this rank trains with, and what it says of it."""
     logged: list[str] = []
     handler = logging.Handler()
@@ -121,15 +126,7 @@ def registered(link: str | None) -> tuple[str, list[str]]:
         backward(ddp, 0)
     why = [each for each in logged if each.startswith("codec='auto'")]
     assert all(each in repr(state) and each in str(state.stats()) for each in (*why, state.why))
-    return str(state.codec), why
-
-
-@pytest.mark.parametrize(
-    ("link", "codec"),
-    [(None, "none"), ("100mbit,100us", "Stages((0, 'int8'), (500, 'lowrank'))")],
-)
-def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
-    (first, said), (second, silent) = torch_ranks.run(2, registered, link)
+    (first, said), (second, silent) = torch_ranks.gathered((str(state.codec), why))
     assert first == second == codec
     assert len(said) == 1
     assert silent == []

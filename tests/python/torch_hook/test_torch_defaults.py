@@ -171,7 +171,8 @@ def told(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, **hook:
     return records
 
 
-def own_momentum() -> list[list[str]]:
+@torch_ranks.on_ranks(2)
+def test_an_optimizers_momentum_is_left_to_the_program_which_is_told() -> None:
     """What register() says of an optimizer's momentum, which it leaves as it is."""
     found = []
     for hook, options in (
@@ -186,29 +187,22 @@ def own_momentum() -> list[list[str]]:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
         found.append(told(optimizer, ddp, **hook))
         assert optimizer.param_groups[0]["momentum"] == options.get("momentum", 0)
-    return found
-
-
-def test_an_optimizers_momentum_is_left_to_the_program_which_is_told() -> None:
-    first, second = torch_ranks.run(2, own_momentum)
+    first, second = torch_ranks.gathered(found)
     (message,), *others = first
     assert "register(momentum=0.9, nesterov=True)" in message
     assert not any(others)
     assert not any(second)
 
 
-def unused_codecs() -> list[list[str]]:
+@torch_ranks.on_ranks(2)
+def test_a_codec_that_is_left_for_no_parameter_is_told() -> None:
     """What register() says of a codec that it leaves for none of the parameters."""
     ends = nn.Sequential(nn.Linear(20, 64), nn.Linear(64, 10))
     found = []
     for module, hook in ((ends, {}), (ends, {"warm_up": 0}), (deep(), {})):
         ddp = DistributedDataParallel(module)
         found.append(told(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp, codec="onebit", **hook))
-    return found
-
-
-def test_a_codec_that_is_left_for_no_parameter_is_told() -> None:
-    first, second = torch_ranks.run(2, unused_codecs)
+    first, second = torch_ranks.gathered(found)
     (message,), *others = first
     assert "stay in int8 and codec='onebit' changes nothing" in message
     assert not any(others)

@@ -209,7 +209,9 @@ def test_nothing_is_lost_with_no_sync_and_parameters_that_are_not_used() -> None
         assert max(found.values()) < ROUNDING, found
 
 
-def train_unevenly(by_all: bool) -> tuple[float, int]:
+@pytest.mark.parametrize("by_all", [True, False])
+@torch_ranks.on_ranks(3)
+def test_nothing_is_lost_with_uneven_inputs(by_all: bool) -> None:
     """Rank r has 3 + 2 r batches; who has no more takes part with zeros.
 
     Nor does it hear from then on how scale and learning rate change.
@@ -235,12 +237,7 @@ def train_unevenly(by_all: bool) -> tuple[float, int]:
     units = [books.unit]
     dist.broadcast_object_list(units, src=2)  # who trains longest
     books.unit = units[0]
-    return books.missing(state.feedback), state.steps
-
-
-@pytest.mark.parametrize("by_all", [True, False])
-def test_nothing_is_lost_with_uneven_inputs(by_all: bool) -> None:
-    every = torch_ranks.run(3, train_unevenly, by_all)
+    every = torch_ranks.gathered((books.missing(state.feedback), state.steps))
     assert every[2][0] < ROUNDING  # by the books of the rank that trains longest
     assert [steps for _, steps in every] == [7] * 3
 

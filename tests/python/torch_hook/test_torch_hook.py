@@ -20,6 +20,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch_training import batch, mlp
 from trainer_options import grouped
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
@@ -45,19 +46,6 @@ class MixedTypes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x.double()).float())
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
-    )
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differs between ranks and steps."""
-    source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return torch.randn(16, 20, generator=source), torch.randn(16, 10, generator=source)
 
 
 def train(
@@ -273,15 +261,12 @@ def test_models_can_share_a_given_communicator() -> None:
     assert found == (1, "ring", f"State(rank {dist.get_rank()} of 2")
 
 
-def wrong_communicator() -> str:
+@torch_ranks.on_ranks(2)
+def test_a_communicator_of_other_ranks_is_refused() -> None:
     whole = communicator_of(dist.group.WORLD)
     with pytest.raises(gradwire.InvalidArgument) as raised:
         register(DistributedDataParallel(mlp()), ranks=whole.split(dist.get_rank()))
-    return str(raised.value)
-
-
-def test_a_communicator_of_other_ranks_is_refused() -> None:
-    messages = torch_ranks.run(2, wrong_communicator)
+    messages = torch_ranks.gathered(str(raised.value))
     assert "says rank 0 of 1" in messages[1]
     assert "rank 1 of 2" in messages[1]
 

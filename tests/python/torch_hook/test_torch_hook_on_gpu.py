@@ -159,7 +159,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(case: str) -> list[bytes]:
+@pytest.mark.parametrize("case", CASES)
+@torch_ranks.on_ranks(2)
+def test_momentum_and_clipping_have_the_bits_of_the_cpu(case: str) -> None:
     simulated.install()
     simulated.compute()
     settings = {"scaled": False, **CASES[case]}
@@ -170,12 +172,7 @@ def compare(case: str) -> list[bytes]:
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
         assert torch.isfinite(one).all()
-    return [each.numpy().tobytes() for each in found[: 2 * (STEPS - 1)]]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_momentum_and_clipping_have_the_bits_of_the_cpu(case: str) -> None:
-    one, other = torch_ranks.run(2, compare, case)
+    one, other = torch_ranks.gathered([each.numpy().tobytes() for each in found[: 2 * (STEPS - 1)]])
     assert one == other
 
 

@@ -49,22 +49,23 @@ def sgd(of: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(of, lr=0.1)
 
 
-def biased_before_adaptive() -> dict[str, list[str]]:
+@torch_ranks.on_ranks(2)
+def test_a_biased_codec_before_an_adaptive_optimizer_is_warned_of_once() -> None:
     warned = functools.partial(warned_of, torch_ranks.logged())
     later = Stages((0, "int8"), (100, "lowrank"))
-    return {
-        "given": warned({"codec": "onebit"}, adam, True),
-        "found": warned({"codec": "topk"}, adam, False),
-        "later": warned({"codec": later}, adam, True),
-        "by a rule": warned({"rules": [("0.weight", "threshold")]}, torch.optim.Adagrad, False),
-        "by a function": warned({"codec": ["fp16", "fp16", "onebit"].__getitem__}, adam, True, 3),
-        "SGD": warned({"codec": "onebit"}, sgd, False),
-        "int8": warned({"codec": "int8", "feedback": True}, adam, True),
-    }
-
-
-def test_a_biased_codec_before_an_adaptive_optimizer_is_warned_of_once() -> None:
-    first, second = torch_ranks.run(2, biased_before_adaptive)
+    first, second = torch_ranks.gathered(
+        {
+            "given": warned({"codec": "onebit"}, adam, True),
+            "found": warned({"codec": "topk"}, adam, False),
+            "later": warned({"codec": later}, adam, True),
+            "by a rule": warned({"rules": [("0.weight", "threshold")]}, torch.optim.Adagrad, False),
+            "by a function": warned(
+                {"codec": ["fp16", "fp16", "onebit"].__getitem__}, adam, True, 3
+            ),
+            "SGD": warned({"codec": "onebit"}, sgd, False),
+            "int8": warned({"codec": "int8", "feedback": True}, adam, True),
+        }
+    )
     assert not any(second.values())
     assert first.pop("SGD") == first.pop("int8") == []
     for what, (message,) in first.items():
@@ -184,9 +185,8 @@ def accumulate(momentum: bool) -> torch.Tensor:
     return flat(ddp)
 
 
-def distance() -> float:
-    return float((accumulate(True) - accumulate(False)).abs().max())
-
-
+@torch_ranks.on_ranks(2)
 def test_momentum_of_accumulated_gradients_is_that_of_the_optimizer() -> None:
-    assert max(torch_ranks.run(2, distance)) < 1e-6
+    assert (
+        max(torch_ranks.gathered(float((accumulate(True) - accumulate(False)).abs().max()))) < 1e-6
+    )

@@ -69,7 +69,9 @@ def test_wrong_settings_are_refused_with_what_to_give() -> None:
             assert words in found[what]
 
 
-def one_fails(owns: bool) -> str:
+@pytest.mark.parametrize("owns", [True, False])
+@torch_ranks.on_ranks(2)
+def test_where_one_rank_cannot_go_on_all_are_told(owns: bool) -> None:
     """Fails on rank 1 alone, when the ranks have met."""
     rules = [("fc.*", "none")] if torch.distributed.get_rank() else []
     given = None if owns else communicator_of(torch.distributed.group.WORLD)
@@ -78,12 +80,7 @@ def one_fails(owns: bool) -> str:
         register(ddp, Compression("none", rules=rules), ranks=given or Ranks(timeout=LIMIT))
     if given is not None:
         register(ddp, ranks=given)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("owns", [True, False])
-def test_where_one_rank_cannot_go_on_all_are_told(owns: bool) -> None:
-    told, own = torch_ranks.run(2, one_fails, owns)
+    told, own = torch_ranks.gathered(str(raised.value))
     assert "'fc.*', which matches no parameter" in own
     assert told == f"register() failed on rank 1: InvalidArgument: {own}"
 

@@ -47,21 +47,17 @@ def test_a_timeout_of_the_group_that_has_changed_counts() -> None:
     assert float(optimizer.communicator._timeout) == 55
 
 
-def late() -> str:
+@torch_ranks.on_ranks(2)
+def test_a_rank_that_is_late_is_an_error_that_names_the_argument() -> None:
     """Rank 1 is alive, and makes no step."""
     ddp = DistributedDataParallel(mlp())
     state = register(ddp, ranks=Ranks(timeout=1))
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_default_store()
         store.wait(["given up"])
-        return ""
+        return
     with pytest.raises(gradwire.Timeout) as raised:
         backward(ddp, 0)
     dist.distributed_c10d._get_default_store().set("given up", b"")
     assert state.error is not None
-    return str(raised.value)
-
-
-def test_a_rank_that_is_late_is_an_error_that_names_the_argument() -> None:
-    message, _ = torch_ranks.run(2, late)
-    assert "timed out after its timeout=1 s" in message
+    assert "timed out after its timeout=1 s" in str(raised.value)

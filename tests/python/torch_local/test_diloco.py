@@ -19,14 +19,14 @@ CODECS = ["none", "bf16", "int8", "onebit", "topk:density=0.05", "lowrank:rank=2
 
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("codec", CODECS)
-def test_ranks_have_the_same_bits_after_an_outer_step(p: int, codec: str) -> None:
-    def body(comm: Communicator) -> tuple[list[bytes], bytes]:
-        trainee = Trainee(comm, every=3, codec=codec)
-        after = trainee.train(10)
-        trainee.outer.check_agreement()
-        return after, bits(trainee.model)
-
-    found = run(p, body)
+@on_ranks()
+def test_ranks_have_the_same_bits_after_an_outer_step(
+    comm: Communicator, p: int, codec: str
+) -> None:
+    trainee = Trainee(comm, every=3, codec=codec)
+    after = trainee.train(10)
+    trainee.outer.check_agreement()
+    found = comm.all_gather_object((after, bits(trainee.model)))
     assert [len(after) for after, _ in found] == [3] * p
     assert all(after == found[0][0] for after, _ in found)
     assert len({last for _, last in found}) == p  # between outer steps each has its own
@@ -75,23 +75,21 @@ def test_the_outer_optimizer_is_torchs_sgd_bit_for_bit(momentum: float, nesterov
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_a_codec_does_not_deliver_is_kept(codec: str) -> None:
-    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        trainee = Trainee(comm, every=2, lr=1, momentum=0, codec=codec, feedback=True)
-        common = first = weights(trainee.model)
-        given = torch.zeros_like(first)
-        for _ in range(12):
-            trainee.inner_step()
-            given_now = common - weights(trainee.model)
-            if trainee.outer.step():
-                given += given_now
-                common = weights(trainee.model)
-        assert trainee.outer.feedback is not None
-        names = [name for name, _ in trainee.model.named_parameters()]
-        kept = [torch.from_numpy(trainee.outer.feedback.residual(each)) for each in names]
-        return given, 3 * (first - common), torch.cat(kept).double()
-
-    found = run(3, body)
+@on_ranks(3)
+def test_what_a_codec_does_not_deliver_is_kept(comm: Communicator, codec: str) -> None:
+    trainee = Trainee(comm, every=2, lr=1, momentum=0, codec=codec, feedback=True)
+    common = first = weights(trainee.model)
+    given = torch.zeros_like(first)
+    for _ in range(12):
+        trainee.inner_step()
+        given_now = common - weights(trainee.model)
+        if trainee.outer.step():
+            given += given_now
+            common = weights(trainee.model)
+    assert trainee.outer.feedback is not None
+    names = [name for name, _ in trainee.model.named_parameters()]
+    kept = [torch.from_numpy(trainee.outer.feedback.residual(each)) for each in names]
+    found = comm.all_gather_object((given, 3 * (first - common), torch.cat(kept).double()))
     given, kept = (sum(each[i] for each in found) for i in (0, 2))
     torch.testing.assert_close(found[0][1] + kept, given, rtol=0, atol=2e-5)
     assert bool(kept.abs().max() > 1e-6) == (codec != "none")
@@ -161,16 +159,14 @@ def test_complex_and_channels_last_parameters(comm: Communicator) -> None:
     assert model.kernel[:, :, 0, 0].tolist() == [[1, 1.5, 1], [1, 1, 1]]
 
 
-def test_tied_weights_travel_once() -> None:
-    def body(comm: Communicator) -> tuple[int, bytes]:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
-        model[2].weight = model[0].weight
-        trainee = Trainee(comm, model, every=2, codec="onebit")
-        trainee.train(4)
-        assert model[2].weight is model[0].weight
-        return len(trainee.outer.feedback.keys()), bits(model)
-
-    found = run(2, body)
+@on_ranks(2)
+def test_tied_weights_travel_once(comm: Communicator) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[2].weight = model[0].weight
+    trainee = Trainee(comm, model, every=2, codec="onebit")
+    trainee.train(4)
+    assert model[2].weight is model[0].weight
+    found = comm.all_gather_object((len(trainee.outer.feedback.keys()), bits(model)))
     assert found[0] == found[1]
     assert found[0][0] == 5
 
@@ -244,35 +240,31 @@ def test_buffers_are_averaged_or_left_alone(average: bool) -> None:
         assert run(3, body) == expected
 
 
-def test_a_network_with_batch_norm_evaluates_alike_on_all_ranks() -> None:
-    def body(comm: Communicator) -> bytes:
-        trainee = Trainee(comm, small(normalized=True), every=3)
-        trainee.train(6)
-        trainee.model.eval()
-        return trainee.model(batch(0, 0)[0]).detach().numpy().tobytes()
-
-    one, other = run(2, body)
+@on_ranks(2)
+def test_a_network_with_batch_norm_evaluates_alike_on_all_ranks(comm: Communicator) -> None:
+    trainee = Trainee(comm, small(normalized=True), every=3)
+    trainee.train(6)
+    trainee.model.eval()
+    one, other = comm.all_gather_object(trainee.model(batch(0, 0)[0]).detach().numpy().tobytes())
     assert one == other
 
 
-def test_not_a_number_on_one_rank_is_told_by_all_and_training_goes_on() -> None:
-    def body(comm: Communicator) -> tuple[str, bytes, bytes, bytes]:
-        trainee = Trainee(comm, every=2, codec="onebit")
-        (before,) = trainee.train(2)
-        kept = trainee.outer.feedback.residual("0.weight").tobytes()
-        trainee.step()
-        trainee.inner_step()
-        if comm.rank == 1:
-            with torch.no_grad():
-                trainee.model[2].bias[0] = float("nan")
-        with pytest.raises(InvalidArgument) as raised:
-            trainee.outer.step()
-        assert trainee.outer.feedback.residual("0.weight").tobytes() == kept
-        after = bits(trainee.model)
-        (last,) = trainee.train(2)
-        return str(raised.value), before, after, last
-
-    found = run(3, body)
+@on_ranks(3)
+def test_not_a_number_on_one_rank_is_told_by_all_and_training_goes_on(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=2, codec="onebit")
+    (before,) = trainee.train(2)
+    kept = trainee.outer.feedback.residual("0.weight").tobytes()
+    trainee.step()
+    trainee.inner_step()
+    if comm.rank == 1:
+        with torch.no_grad():
+            trainee.model[2].bias[0] = float("nan")
+    with pytest.raises(InvalidArgument) as raised:
+        trainee.outer.step()
+    assert trainee.outer.feedback.residual("0.weight").tobytes() == kept
+    after = bits(trainee.model)
+    (last,) = trainee.train(2)
+    found = comm.all_gather_object((str(raised.value), before, after, last))
     for text, before, after, last in found:
         assert text.startswith("rank 1: '2.bias' had NaN or Inf after the inner steps: all ranks")
         assert after == before
@@ -292,26 +284,26 @@ def test_common_values_that_differ_are_found_in_the_next_round(comm: Communicato
     assert "ranks 0, 1; ranks 2" in text
 
 
-def test_amp_a_scheduler_and_accumulation_stay_the_users() -> None:
-    def body(comm: Communicator) -> tuple[bytes, float]:
-        trainee = Trainee(comm, every=2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-        schedule = torch.optim.lr_scheduler.StepLR(trainee.optimizer, 1, 0.5)
-        for step in range(6):
-            for part in range(2):
-                x, y = batch(2 * step + part, comm.rank)
-                loss = mse_loss(trainee.model(x), y) * (float("inf") if step == 3 else 1)
-                scaler.scale(loss).backward()
-            scaler.step(trainee.optimizer)
-            scaler.update()
-            schedule.step()
-            trainee.optimizer.zero_grad()
-            trainee.outer.step()
-        assert scaler.get_scale() == 2.0**15
-        assert weights(trainee.model).isfinite().all()
-        return bits(trainee.model), trainee.optimizer.param_groups[0]["lr"]
-
-    one, other = run(2, body)
+@on_ranks(2)
+def test_amp_a_scheduler_and_accumulation_stay_the_users(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    schedule = torch.optim.lr_scheduler.StepLR(trainee.optimizer, 1, 0.5)
+    for step in range(6):
+        for part in range(2):
+            x, y = batch(2 * step + part, comm.rank)
+            loss = mse_loss(trainee.model(x), y) * (float("inf") if step == 3 else 1)
+            scaler.scale(loss).backward()
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        schedule.step()
+        trainee.optimizer.zero_grad()
+        trainee.outer.step()
+    assert scaler.get_scale() == 2.0**15
+    assert weights(trainee.model).isfinite().all()
+    one, other = comm.all_gather_object(
+        (bits(trainee.model), trainee.optimizer.param_groups[0]["lr"])
+    )
     assert one == other
     assert one[1] == 0.1 * 0.5**6
 

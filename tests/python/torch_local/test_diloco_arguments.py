@@ -84,16 +84,17 @@ def test_settings_and_models_that_differ_between_ranks_raise_on_all(comm: Commun
     assert "'weight' is torch.float32 of shape (5, 3) on rank 1" in shapes
 
 
-def test_all_ranks_begin_with_rank_0s_model() -> None:
-    def body(comm: Communicator) -> tuple[bytes, float]:
-        model = small(normalized=True)
-        with torch.no_grad():
-            for each in (*model.parameters(), model[1].running_mean):
-                each.add_(comm.rank + 1)
-        trainee = Trainee(comm, model)
-        return bits(trainee.model), float(model[1].running_mean[0])
-
-    assert len(set(run(3, body))) == 1
+@on_ranks(3)
+def test_all_ranks_begin_with_rank_0s_model(comm: Communicator) -> None:
+    model = small(normalized=True)
+    with torch.no_grad():
+        for each in (*model.parameters(), model[1].running_mean):
+            each.add_(comm.rank + 1)
+    trainee = Trainee(comm, model)
+    assert (
+        len(set(comm.all_gather_object((bits(trainee.model), float(model[1].running_mean[0])))))
+        == 1
+    )
 
 
 def test_one_feedback_is_for_one_model() -> None:
@@ -110,7 +111,10 @@ def test_one_feedback_is_for_one_model() -> None:
     assert "in use by another model" in run(1, body)[0]
 
 
-def over_a_group() -> tuple[bytes, bool, str]:
+@pytest.mark.parametrize("backend", ["gloo", "gradwire"])
+@torch_ranks.on_ranks(2)
+def test_it_works_over_a_process_group(backend: str) -> None:
+    """Its own communicator is closed; that of the backend is the group's."""
     model = small()
     optimizer = sgd(model)
     outer = DiLoCo(model, optimizer, every=2, compression="int8", pace=False)
@@ -120,13 +124,7 @@ def over_a_group() -> tuple[bytes, bool, str]:
         optimizer.step()
         outer.step()
     outer.close()
-    return bits(model), outer.communicator.closed, repr(outer)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "gradwire"])
-def test_it_works_over_a_process_group(backend: str) -> None:
-    """Its own communicator is closed; that of the backend is the group's."""
-    one, other = torch_ranks.run(2, over_a_group, backend=backend)
+    one, other = torch_ranks.gathered((bits(model), outer.communicator.closed, repr(outer)))
     assert one[0] == other[0]
     assert one[1] == (backend == "gloo")
     assert one[2] == "DiLoCo(rank 0 of 2, rounds=2, pace=[2, 2])"

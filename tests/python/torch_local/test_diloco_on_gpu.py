@@ -51,16 +51,6 @@ def train(on_gpu: bool, rank: int, **settings: Any) -> list[torch.Tensor]:
         return [cpu(each) if on_gpu else each.clone() for each in found]
 
 
-def compare(settings: dict[str, Any]) -> list[bytes]:
-    simulated.install()
-    simulated.compute()
-    rank = torch.distributed.get_rank()
-    found, expected = (train(on_gpu, rank, **settings) for on_gpu in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], Net(False).weight)
-    return [each.numpy().tobytes() for each in found]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -70,6 +60,13 @@ def compare(settings: dict[str, Any]) -> list[bytes]:
     ],
     ids=["none", "onebit", "fragments of int8"],
 )
+@torch_ranks.on_ranks(2)
 def test_values_are_those_of_the_cpu(settings: dict[str, Any]) -> None:
-    one, other = torch_ranks.run(2, compare, settings)
+    simulated.install()
+    simulated.compute()
+    rank = torch.distributed.get_rank()
+    found, expected = (train(on_gpu, rank, **settings) for on_gpu in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], Net(False).weight)
+    one, other = torch_ranks.gathered([each.numpy().tobytes() for each in found])
     assert one == other

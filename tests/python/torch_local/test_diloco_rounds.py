@@ -66,18 +66,18 @@ def test_only_inner_steps_are_timed_and_one_long_pause_does_not_count() -> None:
     assert watch.median() == 2  # known, where no step was made since
 
 
-def test_a_slow_rank_makes_fewer_steps_and_all_arrive_together() -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        trainee = Timed(comm, [1, 1, 5, 2.5][comm.rank], every=10)
-        seconds = []
-        for _ in range(4):
-            began = trainee.clock.now
-            while not trainee.step():
-                pass
-            seconds.append(trainee.clock.now - began)
-        return trainee.outer.pace, seconds, trainee.step_number, bits(trainee.model)
-
-    found = run(4, body)
+@on_ranks(4)
+def test_a_slow_rank_makes_fewer_steps_and_all_arrive_together(comm: Communicator) -> None:
+    trainee = Timed(comm, [1, 1, 5, 2.5][comm.rank], every=10)
+    seconds = []
+    for _ in range(4):
+        began = trainee.clock.now
+        while not trainee.step():
+            pass
+        seconds.append(trainee.clock.now - began)
+    found = comm.all_gather_object(
+        (trainee.outer.pace, seconds, trainee.step_number, bits(trainee.model))
+    )
     assert {each[0] for each in found} == {(10, 10, 2, 4)}
     assert [each[1] for each in found] == [
         [10] * 4,
@@ -93,22 +93,22 @@ def test_a_slow_rank_makes_fewer_steps_and_all_arrive_together() -> None:
     ("fragments", "every", "delay"), [(1, 4, 0), (1, 4, 4), (2, 4, 0), (3, 7, 2), (4, 4, 1)]
 )
 @pytest.mark.parametrize("pace", [False, True])
+@on_ranks(2)
 def test_fragments_at_any_pace_end_in_the_same_bits(
-    fragments: int, every: int, delay: int, pace: bool
+    comm: Communicator, fragments: int, every: int, delay: int, pace: bool
 ) -> None:
     """Also of a rank that makes one step while the other makes `every`."""
     mix = 0.5 if delay else 0
 
-    def body(comm: Communicator) -> tuple[int, bytes]:
-        settings = {"fragments": fragments, "every": every, "delay": delay, "mix": mix}
-        trainee = Timed(comm, [1, every][comm.rank], codec="onebit", pace=pace, **settings)
-        while trainee.outer.rounds < 4:
-            trainee.step()
-        trainee.outer.finish()
-        trainee.outer.check_agreement()
-        return trainee.step_number, bits(trainee.model)
-
-    (steps, one), (slow_steps, other) = run(2, body)
+    settings = {"fragments": fragments, "every": every, "delay": delay, "mix": mix}
+    trainee = Timed(comm, [1, every][comm.rank], codec="onebit", pace=pace, **settings)
+    while trainee.outer.rounds < 4:
+        trainee.step()
+    trainee.outer.finish()
+    trainee.outer.check_agreement()
+    (steps, one), (slow_steps, other) = comm.all_gather_object(
+        (trainee.step_number, bits(trainee.model))
+    )
     assert one == other
     assert slow_steps < steps / 2 if pace and every > 1 else slow_steps == steps
 
@@ -129,19 +129,17 @@ def test_a_fragment_is_exchanged_at_its_own_step(comm: Communicator) -> None:
     assert found == [none, first, none, second] * 2
 
 
-def test_a_delayed_average_is_that_of_the_parameters_that_were_sent() -> None:
-    def body(comm: Communicator) -> tuple[Any, ...]:
-        options = {"every": 3, "delay": 2, "mix": 0.25, "lr": 1, "momentum": 0}
-        trainee = Trainee(comm, **options)
-        assert not any(trainee.step() for _ in range(3))
-        sent = weights(trainee.model)
-        assert not trainee.step()
-        trainee.inner_step()
-        own = weights(trainee.model)
-        assert trainee.outer.step()
-        return sent, own, weights(trainee.model)
-
-    found = run(2, body)
+@on_ranks(2)
+def test_a_delayed_average_is_that_of_the_parameters_that_were_sent(comm: Communicator) -> None:
+    options = {"every": 3, "delay": 2, "mix": 0.25, "lr": 1, "momentum": 0}
+    trainee = Trainee(comm, **options)
+    assert not any(trainee.step() for _ in range(3))
+    sent = weights(trainee.model)
+    assert not trainee.step()
+    trainee.inner_step()
+    own = weights(trainee.model)
+    assert trainee.outer.step()
+    found = comm.all_gather_object((sent, own, weights(trainee.model)))
     mean = (found[0][0] + found[1][0]) / 2
     for _, own, after in found:
         torch.testing.assert_close(after, 0.75 * mean + 0.25 * own, rtol=0, atol=1e-6)
@@ -200,17 +198,15 @@ def apply(
     ("every", "fragments", "delay", "mix"),
     [(3, 1, 0, 0), (3, 1, 2, 0.5), (6, 2, 1, 0), (6, 3, 2, 0.5), (1, 1, 1, 0.25)],
 )
+@on_ranks(2)
 def test_rounds_follow_the_papers_formulas(
-    every: int, fragments: int, delay: int, mix: float
+    comm: Communicator, every: int, fragments: int, delay: int, mix: float
 ) -> None:
-    def body(comm: Communicator) -> torch.Tensor:
-        settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
-        trainee = Trainee(comm, small().double(), **settings)
-        trainee.train(14)
-        return weights(trainee.model)
-
+    settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
+    trainee = Trainee(comm, small().double(), **settings)
+    trainee.train(14)
     expected = simulated(2, 14, every, fragments, delay, mix)
-    for found, own in zip(run(2, body), expected, strict=True):
+    for found, own in zip(comm.all_gather_object(weights(trainee.model)), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=0, atol=1e-12)
 
 
@@ -243,18 +239,16 @@ def test_a_round_of_any_length_exchanges_every_fragment_once(every: int, fragmen
         assert place.done == 0
 
 
-def test_ranks_that_run_out_of_data_wait_for_the_others() -> None:
-    def body(comm: Communicator) -> tuple[bytes, int, bytes]:
-        trainee = Trainee(comm, every=4, codec="onebit")
-        trainee.train([3, 9, 21][comm.rank])
-        trainee.outer.finish()
-        first, rounds = bits(trainee.model), trainee.outer.rounds
-        trainee.train([5, 4, 1][comm.rank])  # another epoch
-        trainee.outer.finish()
-        trainee.outer.finish()  # nothing to do
-        return first, rounds, bits(trainee.model)
-
-    found = run(3, body)
+@on_ranks(3)
+def test_ranks_that_run_out_of_data_wait_for_the_others(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=4, codec="onebit")
+    trainee.train([3, 9, 21][comm.rank])
+    trainee.outer.finish()
+    first, rounds = bits(trainee.model), trainee.outer.rounds
+    trainee.train([5, 4, 1][comm.rank])  # another epoch
+    trainee.outer.finish()
+    trainee.outer.finish()  # nothing to do
+    found = comm.all_gather_object((first, rounds, bits(trainee.model)))
     assert found == [found[0]] * 3
     assert found[0][0] != found[0][2]
 
@@ -289,20 +283,18 @@ def test_ranks_of_any_speeds_and_any_data_end_alike(seed: int) -> None:
     assert found == [found[0]] * ranks
 
 
-def test_a_rank_without_steps_does_not_count_in_a_mean() -> None:
-    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        trainee = Trainee(comm, every=4, lr=1, momentum=0)
-        trainee.train(4 if comm.rank else 8)
-        if comm.rank:
-            trainee.outer.finish()
-        for _ in range(3 * (comm.rank == 0)):  # alone
-            trainee.step()
-        own = weights(trainee.model)
-        if comm.rank == 0:
-            trainee.outer.finish()
-        return own, weights(trainee.model)
-
-    (own, after), (_, other) = run(2, body)
+@on_ranks(2)
+def test_a_rank_without_steps_does_not_count_in_a_mean(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=4, lr=1, momentum=0)
+    trainee.train(4 if comm.rank else 8)
+    if comm.rank:
+        trainee.outer.finish()
+    for _ in range(3 * (comm.rank == 0)):  # alone
+        trainee.step()
+    own = weights(trainee.model)
+    if comm.rank == 0:
+        trainee.outer.finish()
+    (own, after), (_, other) = comm.all_gather_object((own, weights(trainee.model)))
     torch.testing.assert_close(after, own, rtol=0, atol=1e-7)
     torch.testing.assert_close(after, other, rtol=0, atol=0)
 
@@ -328,21 +320,21 @@ def test_a_rank_that_does_not_come_is_named_by_a_timeout() -> None:
 @pytest.mark.parametrize(
     ("fragments", "delay", "pace"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 1, True)]
 )
-def test_all_ranks_stop_after_the_same_outer_step(fragments: int, delay: int, pace: bool) -> None:
-    def body(comm: Communicator) -> tuple[int, dict[str, torch.Tensor]]:
-        setting = {"every": 4, "fragments": fragments, "delay": delay, "pace": pace}
-        trainee = Timed(comm, seconds=1.0 + comm.rank, **setting)
-        for step in range(100):
-            if comm.rank == 1 and step == 5:
-                comm.request_stop()
-            trainee.step()
-            if trainee.outer.should_stop():
-                break
-        saved = trainee.outer.state_dict()
-        assert step < 50
-        return saved["steps"], saved["outer"]
-
-    found = run(3, body)
+@on_ranks(3)
+def test_all_ranks_stop_after_the_same_outer_step(
+    comm: Communicator, fragments: int, delay: int, pace: bool
+) -> None:
+    setting = {"every": 4, "fragments": fragments, "delay": delay, "pace": pace}
+    trainee = Timed(comm, seconds=1.0 + comm.rank, **setting)
+    for step in range(100):
+        if comm.rank == 1 and step == 5:
+            comm.request_stop()
+        trainee.step()
+        if trainee.outer.should_stop():
+            break
+    saved = trainee.outer.state_dict()
+    assert step < 50
+    found = comm.all_gather_object((saved["steps"], saved["outer"]))
     assert [exchanges for exchanges, _ in found] == [found[0][0]] * 3
     for _, outer in found:
         assert all(torch.equal(outer[name], each) for name, each in found[0][1].items())

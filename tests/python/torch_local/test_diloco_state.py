@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from typing import Any
 
@@ -18,20 +17,13 @@ from gradwire.torch._ranks.group import communicator_of
 from gradwire.torch.exchange.engine import Averages
 from local_training import Trainee, assert_same, bits, small, weights
 from ranks import LIMIT, on_ranks, run
+from replicated_training import saved
 
 SETTINGS: list[dict[str, Any]] = [
     {"every": 4, "codec": "onebit"},
     {"every": 4, "codec": "int8:rounding=stochastic", "feedback": True, "delay": 3},
     {"every": 5, "codec": "onebit", "fragments": 2, "delay": 2, "mix": 0.5},
 ]
-
-
-def saved(what: Any) -> Any:
-    """The same after a way through a file."""
-    file = io.BytesIO()
-    torch.save(what, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -98,28 +90,26 @@ def test_all_ranks_states_go_to_another_number_of_ranks(size: int) -> None:
     torch.testing.assert_close(sum(each[0] for each in found) / size, mean, rtol=0, atol=1e-6)
 
 
-def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    def body(comm: Communicator) -> list[str]:
-        trainee = Trainee(comm, every=2, codec="onebit")
-        first = trainee.outer.state_dict()
-        trainee.train(2)
-        second = trainee.outer.state_dict()
-        other = copy.deepcopy(second)
-        other["outer"]["0.weight"] = torch.zeros(3)
-        wrong: list[Any] = [
-            {**second, "rank": 1 - comm.rank} if comm.rank else second,
-            first if comm.rank else second,
-            other if comm.rank else second,
-            {"a": 1},
-        ]
-        texts = []
-        for each in wrong:
-            with pytest.raises(InvalidArgument) as raised:
-                trainee.outer.load_state_dict(each)
-            texts.append(str(raised.value))
-        return texts
-
-    (texts, others) = run(2, body)
+@on_ranks(2)
+def test_states_that_do_not_fit_are_refused_on_all_ranks(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=2, codec="onebit")
+    first = trainee.outer.state_dict()
+    trainee.train(2)
+    second = trainee.outer.state_dict()
+    other = copy.deepcopy(second)
+    other["outer"]["0.weight"] = torch.zeros(3)
+    wrong: list[Any] = [
+        {**second, "rank": 1 - comm.rank} if comm.rank else second,
+        first if comm.rank else second,
+        other if comm.rank else second,
+        {"a": 1},
+    ]
+    texts = []
+    for each in wrong:
+        with pytest.raises(InvalidArgument) as raised:
+            trainee.outer.load_state_dict(each)
+        texts.append(str(raised.value))
+    (texts, others) = comm.all_gather_object(texts)
     assert "failed on rank 1" in texts[0]
     assert "the state is that of rank 0 of 2, and this is rank 1" in others[0]
     assert "different state= by rank: 1 on rank 0; 0 on rank 1" in texts[1]

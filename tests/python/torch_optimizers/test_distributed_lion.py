@@ -60,13 +60,15 @@ def test_ranks_move_by_their_votes(p: int, vote: str, codec: str) -> None:
 
 
 @pytest.mark.parametrize(("vote", "codec"), [("majority", "int8"), ("mean", "onebit")])
-def test_all_ranks_have_the_same_bits_after_each_step(vote: str, codec: str) -> None:
-    def body(comm: Communicator) -> tuple[list[bytes], bool]:
-        replica = Replica(comm, DistributedLion, vote=vote, codec=codec, algorithm="auto")
-        found = replica.train(5)
-        return found, replica.optimizer.feedback is not None
-
-    (first, keeps), *others = run(3, body)
+@on_ranks(3)
+def test_all_ranks_have_the_same_bits_after_each_step(
+    comm: Communicator, vote: str, codec: str
+) -> None:
+    replica = Replica(comm, DistributedLion, vote=vote, codec=codec, algorithm="auto")
+    found = replica.train(5)
+    (first, keeps), *others = comm.all_gather_object(
+        (found, replica.optimizer.feedback is not None)
+    )
     assert all(found == first for found, _ in others)
     assert keeps == (vote == "mean")
 

@@ -102,14 +102,14 @@ def test_after_the_warm_up_the_second_moment_is_frozen(every: int) -> None:
 
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("codec", CODECS)
-def test_all_ranks_have_the_same_bits_after_each_step(p: int, codec: str) -> None:
-    def body(comm: Communicator) -> list[bytes]:
-        replica = Replica(comm, codec=codec, clip_norm=0.5)
-        found = replica.train(8)
-        replica.optimizer.check_agreement()
-        return found
-
-    found = run(p, body)
+@on_ranks()
+def test_all_ranks_have_the_same_bits_after_each_step(
+    comm: Communicator, p: int, codec: str
+) -> None:
+    replica = Replica(comm, codec=codec, clip_norm=0.5)
+    found = replica.train(8)
+    replica.optimizer.check_agreement()
+    found = comm.all_gather_object(found)
     assert all(each == found[0] for each in found)
     assert len(set(found[0])) == 8
 
@@ -171,21 +171,19 @@ def test_what_a_codec_does_not_deliver_is_kept(codec: str) -> None:
         assert bool(kept.abs().max() > 0), step
 
 
-def test_between_exchanges_ranks_train_alone_and_send_little() -> None:
-    def body(comm: Communicator) -> tuple[list[int], list[bytes]]:
-        replica, sent, found = Replica(comm, warm_up=2, every=3, weight_decay=0.1), [], []
-        for step in range(9):
-            before = comm.traffic.bytes_sent
-            replica.backward()
-            if step == 8:  # it has moved since the last exchange
-                replica.model[0].weight.grad = None
-            replica.optimizer.step()
-            found.append(bits(replica.model))
-            sent.append(comm.traffic.bytes_sent - before)
-            replica.optimizer.check_agreement()
-        return sent, found
-
-    (sent, found), (_, other) = run(2, body)
+@on_ranks(2)
+def test_between_exchanges_ranks_train_alone_and_send_little(comm: Communicator) -> None:
+    replica, sent, found = Replica(comm, warm_up=2, every=3, weight_decay=0.1), [], []
+    for step in range(9):
+        before = comm.traffic.bytes_sent
+        replica.backward()
+        if step == 8:  # it has moved since the last exchange
+            replica.model[0].weight.grad = None
+        replica.optimizer.step()
+        found.append(bits(replica.model))
+        sent.append(comm.traffic.bytes_sent - before)
+        replica.optimizer.check_agreement()
+    (sent, found), (_, other) = comm.all_gather_object((sent, found))
     assert [found[step] == other[step] for step in range(9)] == [True] * 3 + [
         False,
         False,
@@ -240,25 +238,24 @@ def test_clipping_is_of_the_average_in_the_warm_up() -> None:
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-5)
 
 
-def test_clipping_is_of_each_ranks_own_gradient_after_it() -> None:
+@on_ranks(2)
+def test_clipping_is_of_each_ranks_own_gradient_after_it(comm: Communicator) -> None:
     """A gradient that is far too long on one rank counts as one of the limit's norm."""
-
-    def body(comm: Communicator) -> float:
-        replica = Replica(comm, Recorded, lr=0.01, warm_up=1, clip_norm=0.1, codec="none")
-        replica.optimizer.flows = []
-        replica.train(1)
-        named = replica.optimizer._names.items()
-        before = {name: replica.optimizer.state[each]["exp_avg"].clone() for each, name in named}
-        replica.backward(1000.0 if comm.rank == 1 else 1e-9)
-        replica.optimizer.step()
-        given, _ = replica.optimizer.flows[-1]
-        own = [
-            (given[name] * state["denominator"] - 0.9 * before[name]) / 0.1
-            for name, state in ((name, replica.optimizer.state[each]) for each, name in named)
-        ]
-        return float(torch.cat([each.flatten() for each in own]).norm())
-
-    small_one, long_one = run(2, body)
+    replica = Replica(comm, Recorded, lr=0.01, warm_up=1, clip_norm=0.1, codec="none")
+    replica.optimizer.flows = []
+    replica.train(1)
+    named = replica.optimizer._names.items()
+    before = {name: replica.optimizer.state[each]["exp_avg"].clone() for each, name in named}
+    replica.backward(1000.0 if comm.rank == 1 else 1e-9)
+    replica.optimizer.step()
+    given, _ = replica.optimizer.flows[-1]
+    own = [
+        (given[name] * state["denominator"] - 0.9 * before[name]) / 0.1
+        for name, state in ((name, replica.optimizer.state[each]) for each, name in named)
+    ]
+    small_one, long_one = comm.all_gather_object(
+        float(torch.cat([each.flatten() for each in own]).norm())
+    )
     assert small_one < 1e-5
     assert long_one == pytest.approx(0.1 * 2**0.5, rel=1e-3)
 
@@ -279,27 +276,25 @@ def test_a_word_that_first_appears_after_the_warm_up_moves_as_others_do(comm: Co
     assert float(moved[32:].max()) < 2
 
 
-def test_parameters_that_are_thawed_or_added_have_their_own_warm_up() -> None:
-    def body(comm: Communicator) -> Any:
-        model = small()
-        model[2].weight.requires_grad_(requires_grad=False)
-        replica = Replica(comm, OneBitAdam, model, warm_up=2)
-        replica.train(3)
-        model[2].weight.requires_grad_()
-        with torch.random.fork_rng():
-            torch.manual_seed(comm.rank)
-            added = nn.Parameter(torch.randn(8))
-        replica.optimizer.add_param_group({"params": [("more", added)], "lr": 0.5})
-        found = []
-        for _ in range(4):
-            replica.backward()
-            added.grad = torch.ones(8)
-            replica.optimizer.step()
-            state = replica.optimizer.state
-            found.append(["denominator" in state[each] for each in (model[2].weight, added)])
-        replica.optimizer.check_agreement()
-        return found, added.tolist()
-
-    one, other = run(2, body)
+@on_ranks(2)
+def test_parameters_that_are_thawed_or_added_have_their_own_warm_up(comm: Communicator) -> None:
+    model = small()
+    model[2].weight.requires_grad_(requires_grad=False)
+    replica = Replica(comm, OneBitAdam, model, warm_up=2)
+    replica.train(3)
+    model[2].weight.requires_grad_()
+    with torch.random.fork_rng():
+        torch.manual_seed(comm.rank)
+        added = nn.Parameter(torch.randn(8))
+    replica.optimizer.add_param_group({"params": [("more", added)], "lr": 0.5})
+    found = []
+    for _ in range(4):
+        replica.backward()
+        added.grad = torch.ones(8)
+        replica.optimizer.step()
+        state = replica.optimizer.state
+        found.append(["denominator" in state[each] for each in (model[2].weight, added)])
+    replica.optimizer.check_agreement()
+    one, other = comm.all_gather_object((found, added.tolist()))
     assert one == other
     assert one[0] == [[False] * 2] * 2 + [[True] * 2] * 2

@@ -195,25 +195,22 @@ def test_settings_and_groups_that_differ_between_ranks_raise_on_all(comm: Commun
     assert "'0.0' is torch.float32 of shape (4, 3) on rank 1" in shapes
 
 
-def test_several_models_and_optimizers_in_one_process() -> None:
+@on_ranks(2)
+def test_several_models_and_optimizers_in_one_process(comm: Communicator) -> None:
     """Each has residuals of its own, also where names are the same; one feedback is for one."""
-
-    def body(comm: Communicator) -> Any:
-        kept = gradwire.ErrorFeedback()
-        first = Replica(comm, feedback=kept)
-        second = Replica(comm, DistributedLion, vote="mean", min_elements=0, lr=0.01)
-        for _ in range(5):
-            first.train(1)
-            second.train(1)
-        with pytest.raises(InvalidArgument, match="in use by another model"):
-            Replica(comm, feedback=kept)
-        first.optimizer.close()
+    kept = gradwire.ErrorFeedback()
+    first = Replica(comm, feedback=kept)
+    second = Replica(comm, DistributedLion, vote="mean", min_elements=0, lr=0.01)
+    for _ in range(5):
+        first.train(1)
+        second.train(1)
+    with pytest.raises(InvalidArgument, match="in use by another model"):
         Replica(comm, feedback=kept)
-        alone = Replica(comm)
-        alone.train(5)
-        return bits(first.model), bits(second.model), bits(alone.model)
-
-    one, other = run(2, body)
+    first.optimizer.close()
+    Replica(comm, feedback=kept)
+    alone = Replica(comm)
+    alone.train(5)
+    one, other = comm.all_gather_object((bits(first.model), bits(second.model), bits(alone.model)))
     assert one == other
     assert one[0] == one[2] != one[1]
 
@@ -246,7 +243,10 @@ def test_parameters_without_names_and_all_ranks_beginning_alike() -> None:
     assert one[2] == "OneBitAdam(rank 0 of 2, steps=3, groups=2)"
 
 
-def over_a_group() -> tuple[bytes, bool]:
+@pytest.mark.parametrize("backend", ["gloo", "gradwire"])
+@torch_ranks.on_ranks(2)
+def test_it_works_over_a_process_group(backend: str) -> None:
+    """Its own communicator is closed; that of the backend is the group's. DDP does nothing."""
     model = small()
     ddp = DistributedDataParallel(model)
     optimizer = OneBitAdam(
@@ -258,12 +258,6 @@ def over_a_group() -> tuple[bytes, bool]:
             ddp(torch.full((2, 8), 1.0 + step + dist.get_rank())).sum().backward()
         optimizer.step()
     optimizer.close()
-    return bits(model), optimizer.communicator.closed
-
-
-@pytest.mark.parametrize("backend", ["gloo", "gradwire"])
-def test_it_works_over_a_process_group(backend: str) -> None:
-    """Its own communicator is closed; that of the backend is the group's. DDP does nothing."""
-    one, other = torch_ranks.run(2, over_a_group, backend=backend)
+    one, other = torch_ranks.gathered((bits(model), optimizer.communicator.closed))
     assert one[0] == other[0]
     assert one[1] == (backend == "gloo")

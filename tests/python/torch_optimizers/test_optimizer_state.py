@@ -61,61 +61,60 @@ def test_a_resumed_training_has_the_same_bits_from_any_step(
 
 @each_optimizer
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@on_ranks(3)
 def test_nan_or_inf_on_one_rank_skips_the_step_on_all(
-    make: Any, settings: dict[str, Any], wrong: float, caplog: pytest.LogCaptureFixture
+    comm: Communicator,
+    make: Any,
+    settings: dict[str, Any],
+    wrong: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def body(comm: Communicator) -> list[bytes]:
-        replica = Replica(comm, make, **settings)
-        for good_steps in (0, 1, 4):
-            replica.train(good_steps)
-            before = bits(replica.model), state_of(replica)
-            replica.backward()
-            if comm.rank == 1:
-                replica.model[0].weight.grad[3, 3] = wrong
-            replica.optimizer.step()
-            if good_steps:  # else the warm-up may end, at the begin of a step
-                assert_same(state_of(replica)["velocities"], before[1]["velocities"])
-            assert bits(replica.model) == before[0]
-            assert state_of(replica)["steps"] == before[1]["steps"]
-        assert replica.optimizer.skipped_steps == 3
-        return replica.train(2)
-
-    one, other, third = run(3, body)
+    replica = Replica(comm, make, **settings)
+    for good_steps in (0, 1, 4):
+        replica.train(good_steps)
+        before = bits(replica.model), state_of(replica)
+        replica.backward()
+        if comm.rank == 1:
+            replica.model[0].weight.grad[3, 3] = wrong
+        replica.optimizer.step()
+        if good_steps:  # else the warm-up may end, at the begin of a step
+            assert_same(state_of(replica)["velocities"], before[1]["velocities"])
+        assert bits(replica.model) == before[0]
+        assert state_of(replica)["steps"] == before[1]["steps"]
+    assert replica.optimizer.skipped_steps == 3
+    one, other, third = comm.all_gather_object(replica.train(2))
     assert one == other == third != []
     assert len([each for each in caplog.messages if "had NaN or Inf, and no rank" in each]) == 3
 
 
 @each_optimizer
+@on_ranks(2)
 def test_a_parameter_without_a_gradient_on_any_rank_is_skipped(
-    make: Any, settings: dict[str, Any]
+    comm: Communicator, make: Any, settings: dict[str, Any]
 ) -> None:
     """As torch's optimizers do; one that has a gradient on a rank counts as zeros on the others."""
-
-    def body(comm: Communicator) -> list[bytes]:
-        replica, found = Replica(comm, make, **settings, weight_decay=0.5), []
-        idle = replica.model[2].weight
-        for trained, kept_by in ((0, ()), (2, ()), (3, ()), (0, (1,))):
-            replica.train(trained)
-            before, was = undelivered(replica), idle.detach().clone()
-            common = copy.deepcopy(replica.optimizer.state.get(idle))
-            others = bits(replica.model[0])
-            replica.backward()
-            if comm.rank not in kept_by:
-                idle.grad = None
-            replica.optimizer.step()
-            assert torch.equal(idle, was) == (not kept_by)
-            if not kept_by:
-                after = undelivered(replica)
-                assert_same(replica.optimizer.state.get(idle), common)
-                for name in (each for each in after if "2.weight" in each):
-                    assert torch.equal(after[name], before.get(name, after[name] * 0))
-            assert bits(replica.model[0]) != others
-            replica.optimizer.check_agreement()
-            if replica.optimizer.steps % replica.every == 0:
-                found.append(bits(replica.model))
-        return found
-
-    one, other = run(2, body)
+    replica, found = Replica(comm, make, **settings, weight_decay=0.5), []
+    idle = replica.model[2].weight
+    for trained, kept_by in ((0, ()), (2, ()), (3, ()), (0, (1,))):
+        replica.train(trained)
+        before, was = undelivered(replica), idle.detach().clone()
+        common = copy.deepcopy(replica.optimizer.state.get(idle))
+        others = bits(replica.model[0])
+        replica.backward()
+        if comm.rank not in kept_by:
+            idle.grad = None
+        replica.optimizer.step()
+        assert torch.equal(idle, was) == (not kept_by)
+        if not kept_by:
+            after = undelivered(replica)
+            assert_same(replica.optimizer.state.get(idle), common)
+            for name in (each for each in after if "2.weight" in each):
+                assert torch.equal(after[name], before.get(name, after[name] * 0))
+        assert bits(replica.model[0]) != others
+        replica.optimizer.check_agreement()
+        if replica.optimizer.steps % replica.every == 0:
+            found.append(bits(replica.model))
+    one, other = comm.all_gather_object(found)
     assert one == other != []
 
 
@@ -310,17 +309,17 @@ def test_a_copy_says_that_it_has_no_connections() -> None:
 
 
 @each_optimizer
-def test_all_ranks_stop_after_the_same_step(make: Any, settings: dict[str, Any]) -> None:
-    def body(comm: Communicator) -> list[bool]:
-        replica, found = Replica(comm, make, **settings), []
-        for step in range(8):
-            if comm.rank == 1 and step == 2:
-                comm.request_stop()
-            replica.train(1)
-            found.append(replica.optimizer.should_stop())
-        return found
-
-    answers = run(3, body)
+@on_ranks(3)
+def test_all_ranks_stop_after_the_same_step(
+    comm: Communicator, make: Any, settings: dict[str, Any]
+) -> None:
+    replica, found = Replica(comm, make, **settings), []
+    for step in range(8):
+        if comm.rank == 1 and step == 2:
+            comm.request_stop()
+        replica.train(1)
+        found.append(replica.optimizer.should_stop())
+    answers = comm.all_gather_object(found)
     assert answers == [answers[0]] * 3
     assert answers[0][:2] == [False, False]
     assert answers[0][-1]
