@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from gradwire._schedules.schedule import Schedule, ScheduleBuilder, algorithms
     from gradwire._spawn import spawn
     from gradwire._trace.session import trace
-    from gradwire.lab.planner.advice import Advice, advise
+    from gradwire.lab.planner.advice import advise
+    from gradwire.lab.planner.report import Advice
 
 __version__ = "0.1.0"
 
@@ -75,7 +76,7 @@ __all__ = [
 
 # The modules of the names above that are loaded when a program first uses them.
 _HOMES = {
-    "Advice": "gradwire.lab.planner.advice",
+    "Advice": "gradwire.lab.planner.report",
     "Communicator": "gradwire._communicator",
     "CostModel": "gradwire._model",
     "Edge": "gradwire._schedules.report",

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import IO, NamedTuple
 
+from gradwire._base.signals import handled
 from gradwire._launch import slots
 from gradwire._launch.root_cause import (
     Failure,
@@ -23,6 +23,7 @@ from gradwire._launch.root_cause import (
     read_joins,
     read_notes,
     root_cause,
+    say,
 )
 from gradwire._launch.watcher import Watcher
 
@@ -90,7 +91,8 @@ class LocalRanks:
         self._succeeded = False  # some rank has
 
     def run(self) -> int:
-        with self._forwarding():
+        # Forwards them to the ranks. After one of the first two, another signal kills them.
+        with handled((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), self._note):
             try:
                 for rank in range(self._size):
                     self._start(rank)
@@ -239,7 +241,7 @@ class LocalRanks:
         then = f"starting it anew ({number} of {self._restarts})"
         without = f"going on with the other {len(self._ranks)}"
         text = describe([failure], self._size)
-        print(f"gradwire run: {text}; {then if again else without}", file=sys.stderr, flush=True)
+        say(f"{text}; {then if again else without}")
         if again:
             self._restarted += 1
             self._start(failure.rank)
@@ -263,12 +265,7 @@ class LocalRanks:
         if math.isinf(self._slot.ends):
             first = f"a rank ended with exit code {slots.REQUEUE}"
             what = f"{first}, and {margin} later rank {ranks} had not"
-        print(
-            f"gradwire run: {what}: ending what runs; give --margin more than a step and a save "
-            "take",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{what}: ending what runs; give --margin more than a step and a save take")
 
     def _report(self) -> None:
         if not self._failures:
@@ -278,7 +275,7 @@ class LocalRanks:
         code = root_cause(failures).code
         self._code = code if code > 0 else 128 - code
         then = f"; ending the other {len(self._ranks)}" if self._ranks else ""
-        print(f"gradwire run: {describe(failures, self._size)}{then}", file=sys.stderr, flush=True)
+        say(f"{describe(failures, self._size)}{then}")
 
     def _signal(self, number: int) -> None:
         for process in self._ranks.values():
@@ -289,23 +286,6 @@ class LocalRanks:
         for process in self._ranks.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)  # not send_signal(), which may reap it
-
-    @contextlib.contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        """Forwards Ctrl-C, SIGTERM and SIGUSR1 to the ranks during the block.
-
-        After one of the first two, another signal kills them.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        before = [signal.signal(each, self._note) for each in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
         self.told = True

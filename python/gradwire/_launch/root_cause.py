@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,11 @@ def read_joins(data: bytes, how: str) -> set[int]:
         with contextlib.suppress(ValueError, TypeError, LookupError):
             found.add(int(json.loads(line)[how]))
     return found
+
+
+def say(text: str) -> None:
+    """Prints a line of `gradwire run` to stderr."""
+    print(f"gradwire run: {text}", file=sys.stderr, flush=True)
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:

@@ -11,15 +11,14 @@ import contextlib
 import fcntl
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from gradwire._base import units
+from gradwire._base.signals import handled
 from gradwire._errors import InvalidArgument
+from gradwire._launch.root_cause import say
 
 REQUEUE = os.EX_TEMPFAIL  # 75, the exit code of ranks that want to be run again
 OVERRUN = 124  # the exit code of a run that its slot's end cut off, as of timeout(1)
@@ -125,17 +124,13 @@ def run(options: argparse.Namespace, once: Callable[[Slot], Outcome]) -> int:
             if code != REQUEUE or told or slot.left > margin:  # they stopped for another reason
                 return code
             free = f", or when {options.lock} is free" if options.lock else ""
-            _say(f"the slot is over; the next one begins in {options.pause:g} s{free}")
+            say(f"the slot is over; the next one begins in {options.pause:g} s{free}")
             with _leaving():
                 time.sleep(options.pause)
         except _Leave:
             return REQUEUE
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-
-
-def _say(text: str) -> None:
-    print(f"gradwire run: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -171,16 +166,8 @@ class _Leave(Exception):
 def _leaving() -> Iterator[None]:
     """Makes SIGTERM and SIGUSR1 raise _Leave during the block."""
 
-    def leave(_: int, __: FrameType | None) -> NoReturn:
+    def leave(*_: object) -> NoReturn:
         raise _Leave
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(each, leave) for each in numbers]
-    try:
+    with handled((signal.SIGTERM, signal.SIGUSR1), leave):
         yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

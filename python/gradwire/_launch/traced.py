@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire._errors import InvalidArgument
-from gradwire._trace import merge
+from gradwire._launch.root_cause import say
+from gradwire._trace import merge, parts
 
 
 @contextlib.contextmanager
@@ -24,20 +24,16 @@ def traced(file: str | None, environment: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _say(file, _merged(folder, Path(file)))
+        say(f"{file}: {_merged(folder, Path(file))}")
 
 
 def _merged(folder: Path, file: Path) -> str:
     """Merges the ranks' parts and removes them; keeps them, if there are any, where that fails."""
     try:
-        text = merge.describe(merge.merge(folder, file))
+        text = merge.describe(merge.write(parts.read(folder), file))
     except (InvalidArgument, OSError) as error:
         text = f"no trace: {error}"
         if any(folder.iterdir()):
             return f"{text}; the ranks' parts are in {folder}: gradwire trace merge {folder} FILE"
     shutil.rmtree(folder, ignore_errors=True)
     return text
-
-
-def _say(file: str, what: str) -> None:
-    print(f"gradwire run: {file}: {what}", file=sys.stderr, flush=True)

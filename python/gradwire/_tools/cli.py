@@ -69,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="start a program on n local ranks", add_help=False)
     _add_doctor(commands.add_parser("doctor", help="what is available here, or why not"))
     _add_serve(commands.add_parser("serve", help="hold shards of a parameter server"))
-    _add_bench(commands.add_parser("bench", help="measure collectives, as nccl-tests does"))
-    _add_tune(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
-    _add_advise(commands.add_parser("advise", help="predict a model's steps on a cluster"))
-    _add_simulate(commands.add_parser("simulate", help="simulate collectives of any size"))
+    bench.add_options(commands.add_parser("bench", help="measure collectives, as nccl-tests does"))
+    tune.add_options(commands.add_parser("tune", help='measure what algorithm="auto" decides by'))
+    advise.add_options(commands.add_parser("advise", help="predict a model's steps on a cluster"))
+    simulate.add_options(commands.add_parser("simulate", help="simulate collectives of any size"))
     trace.add_options(commands.add_parser("trace", help="merge and sum up what ranks recorded"))
     _add_schedule(commands.add_parser("schedule", help="show, verify or draw a schedule"))
     return parser
@@ -152,34 +152,6 @@ def _serve_command(options: argparse.Namespace) -> int:
     if server.snapshot_error:
         sys.stderr.write(f"gradwire serve: {server.snapshot_error}\n")
     return 1 if server.snapshot_error else 0
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    bench.add_options(parser)
-    parser.set_defaults(command=_bench_command)
-
-
-def _bench_command(options: argparse.Namespace) -> int:
-    return bench.run(options, options.argv)
-
-
-def _add_tune(parser: argparse.ArgumentParser) -> None:
-    tune.add_options(parser)
-    parser.set_defaults(command=_tune_command)
-
-
-def _tune_command(options: argparse.Namespace) -> int:
-    return tune.run(options, options.argv)
-
-
-def _add_advise(parser: argparse.ArgumentParser) -> None:
-    advise.add_options(parser)
-    parser.set_defaults(command=advise.run)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    simulate.add_options(parser)
-    parser.set_defaults(command=simulate.run)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -216,17 +216,8 @@ class Writer:
         rank, background = track.place.job_rank, set(self._part.background)
         for span in track.spans:
             begin, end = self._clock.unix(np.array([span.begin, span.end])).tolist()
-            at, duration = (begin - self._base) / 1e3, (end - begin) / 1e3
-            yield {
-                "ph": "X",
-                "cat": "program",
-                "name": span.name,
-                "pid": rank,
-                "tid": span.thread,
-                "ts": at,
-                "dur": duration,
-                "args": dict(span.args),
-            }
+            at, of = (begin - self._base) / 1e3, {"duration": end - begin}
+            yield _complete("program", span.name, rank, span.thread, at, of, **span.args)
         mine = track.events[track.events["kind"] == parts.BLOCKED]
         for of, at in self._rows(mine):
             if of["peer"] not in background:
@@ -239,7 +230,7 @@ def _meta(what: str, rank: int, thread: int, **args: Any) -> Entry:
 
 
 def _complete(
-    category: str, name: str, rank: int, thread: int, at: float, of: Entry, **args: Any
+    category: str, name: str, rank: int, thread: int, at: float, of: Entry, /, **args: Any
 ) -> Entry:
     return {
         "ph": "X",

@@ -132,17 +132,6 @@ def _profile(path: Path, base: int, found: Sequence[TracePart]) -> Iterator[Entr
         raise InvalidArgument(f"{path} is no trace of torch.profiler: {error!r}") from error
 
 
-def merge(
-    folder: Path,
-    path: Path,
-    *,
-    profiles: Iterable[Path] = (),
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Merges the parts in a folder into a file; returns what that says of itself."""
-    return write(parts.read(folder), path, profiles=profiles, progress=progress)
-
-
 def describe(about: dict[str, Any]) -> str:
     """One line about a merged file: ranks, errors of the clocks, what is missing."""
     errors = [each["error_ns"] for each in about["clocks"]]

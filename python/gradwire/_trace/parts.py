@@ -114,26 +114,11 @@ def _record(track: Track) -> TrackRecord:
 
 def pack(part: TracePart) -> bytes:
     """Encodes a part."""
-    header = {
-        "process": part.process,
-        "host": part.host,
-        "unix_offset": part.unix_offset,
-        "unix_error": part.unix_error,
-        "background": part.background,
-        "forgotten": part.forgotten,
-        "tracks": [
-            {
-                "place": each.place._asdict(),
-                "events": len(each.events),
-                "labels": {str(key): text for key, text in each.labels.items()},
-                "dropped": each.dropped,
-                "spans": each.spans,
-                "spans_dropped": each.spans_dropped,
-                "unlabelled": each.unlabelled,
-            }
-            for each in part.tracks
-        ],
-    }
+    tracks = [
+        {**vars(each), "place": each.place._asdict(), "events": len(each.events)}
+        for each in part.tracks
+    ]
+    header = {**vars(part), "tracks": tracks}
     text = json.dumps(header).encode()
     blobs = [each.events.tobytes() for each in part.tracks]
     return b"".join([_MAGIC, len(text).to_bytes(8, "little"), text, *blobs, _END])

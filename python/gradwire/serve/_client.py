@@ -23,7 +23,7 @@ from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
 from gradwire.serve import _directory
 from gradwire.serve._histories import Versions
-from gradwire.serve._joining import Joining
+from gradwire.serve._joining import GOODBYE_SECONDS, Joining
 from gradwire.serve._names import ClientSlot, identity
 from gradwire.serve._reconnect import LastingClient
 from gradwire.serve._rules import Coordinated, Rule
@@ -31,9 +31,6 @@ from gradwire.serve._vectors import Command, pack, unpack
 
 CODECS = ("none", "fp16", "bf16", "int8", "onebit")
 DTYPES = ("float32", "float64")
-
-
-_GOODBYE_SECONDS = 1.0  # for a client that could not join
 
 Arrays = Mapping[str, Any] | Sequence[Any]
 CodecName = str | NativeCodec
@@ -78,20 +75,17 @@ class Pending:
         return self._call.copied()
 
     def __repr__(self) -> str:
-        return f"<Pending {'done' if self.done() else 'in flight'}>"
+        return f"<{type(self).__name__} {'done' if self.done() else 'in flight'}>"
 
 
-class PendingResults:
+class PendingResults(Pending):
     """Commands to the shards' vectors under way."""
 
     def __init__(
         self, core: _core.ServeClient, call: _core.ServeCall, commands: Sequence[Command]
     ) -> None:
-        self._pending, self._call, self._commands = Pending(core, call), call, commands
-
-    def done(self) -> bool:
-        """Whether they are over, successfully or with an error."""
-        return self._pending.done()
+        super().__init__(core, call)
+        self._commands = commands
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Blocks until they are over; returns each command's result. Raises their error.
@@ -99,11 +93,8 @@ class PendingResults:
         Raises Timeout after `timeout` seconds; they then go on, and wait() may be called again.
         None waits for their own timeout.
         """
-        self._pending.wait(timeout)
+        super().wait(timeout)
         return unpack(self._commands, self._call.results())
-
-    def __repr__(self) -> str:
-        return f"<PendingResults {'done' if self.done() else 'in flight'}>"
 
 
 class ParameterServer:
@@ -260,7 +251,7 @@ class ParameterServer:
         `Coordinated()`: the largest number of a batch of pushes that it knows); `clients` (names)
         and `gone` (those that ended without close(), and why).
         """
-        return [read_statistics(text) for text in self._ask("stats", timeout).texts()]
+        return [json.loads(text) for text in self._ask("stats", timeout).texts()]
 
     @property
     def versions(self) -> list[int]:
@@ -485,15 +476,9 @@ def connect(
             if lasting is not None:
                 made.raises = raises
         except BaseException:
-            client.close(_GOODBYE_SECONDS)
+            client.close(GOODBYE_SECONDS)
             raise
     return client
-
-
-def read_statistics(text: str) -> dict[str, Any]:
-    """The statistics of a shard, from the core's JSON."""
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 def _operands(given: Arrays, what: str) -> list[Operand]:

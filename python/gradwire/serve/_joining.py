@@ -13,7 +13,7 @@ from gradwire.serve._channels import Introduction
 from gradwire.serve._histories import Versions
 from gradwire.serve._reconnect import Dialled
 
-_GOODBYE_SECONDS = 1.0  # for a client that could not join
+GOODBYE_SECONDS = 1.0  # for a client that could not join
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Joining:
             joined = core.join(deadline.left, self.coordinator)
             core.wait(joined, math.inf)
         except BaseException:
-            core.close(_GOODBYE_SECONDS)
+            core.close(GOODBYE_SECONDS)
             raise
         return Dialled(core, number, Versions(joined.versions(), [each for _, each in found]))
 
@@ -57,7 +57,7 @@ class Joining:
             dialled = self.join(directory, deadline, previous)
         for shard, version in enumerate(dialled.versions):
             if version == _core.SERVE_NO_VERSION:
-                dialled.core.close(_GOODBYE_SECONDS)
+                dialled.core.close(GOODBYE_SECONDS)
                 raise InvalidArgument(
                     f"shard {shard} was started again without values, as it had no snapshot: "
                     "connect anew to give it yours"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradwire import _core
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.signals import handled
 from gradwire._bootstrap.job_secret import secret_of_store
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._bootstrap.store import parse_address
@@ -22,7 +24,6 @@ from gradwire._bootstrap.store_server import StoreServer
 from gradwire._errors import Error, InvalidArgument, describe
 from gradwire.serve import _snapshot
 from gradwire.serve._channels import ClientListener
-from gradwire.serve._client import read_statistics
 from gradwire.serve._directory import MOST_SHARDS, Directory, service
 from gradwire.serve._histories import History, begun
 
@@ -103,7 +104,7 @@ class Server:
 
     def run_while(self, goes_on: Callable[[], bool]) -> None:
         """Serves while `goes_on()`, which is asked a few times a second, or until a signal."""
-        with _woken_by_signals(self._stopping):
+        with handled((signal.SIGINT, signal.SIGTERM), lambda *_: self._stopping.set()):
             while not self._stopping.wait(_TICK_SECONDS) and goes_on():
                 pass
         self.stop()
@@ -125,7 +126,7 @@ class Server:
 
     def stats(self) -> list[dict[str, Any]]:
         """Statistics of each shard of this process; see `ParameterServer.stats`."""
-        return [read_statistics(core.statistics(_ASK_SECONDS)) for core in self._cores.values()]
+        return [json.loads(core.statistics(_ASK_SECONDS)) for core in self._cores.values()]
 
     def __enter__(self) -> Server:
         return self
@@ -249,21 +250,3 @@ def _chosen(only: Sequence[int] | None, shards: int) -> tuple[int, ...]:
     if not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= shards:
         raise InvalidArgument(f"only={list(only)} are no shards of {shards}")
     return chosen
-
-
-@contextlib.contextmanager
-def _woken_by_signals(event: threading.Event) -> Iterator[None]:
-    """Sets the event on SIGINT and SIGTERM, where this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def note(*_: object) -> None:
-        event.set()
-
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -10,7 +10,7 @@ import gradwire
 import pytest
 from gradwire._tools import cli
 from gradwire.lab.planner import published
-from gradwire.lab.planner.advice import Advice
+from gradwire.lab.planner.report import Advice
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gradwire import InvalidArgument
 from gradwire.lab.simulation.checkpoints import Failures
-from gradwire.lab.simulation.stragglers import slowest
+from gradwire.lab.simulation.runs import slowest
 
 RUN = Failures(between=1e7, hosts=1000, checkpoint=100.0, restart=50.0)  # one in 10,000 s
 

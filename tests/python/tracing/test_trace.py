@@ -204,7 +204,7 @@ def test_a_block_that_raises_leaves_parts(tmp_path: Path) -> None:
     gradwire.spawn(raise_in_block, 2, args=(path,), transports=["shm"])
     assert not path.exists()
     folder = Path(f"{path}.parts")
-    about = merge.merge(folder, path)
+    about = merge.write(trace_parts.read(folder), path)
     assert about["ranks"] == read(path)["gradwire"]["ranks"] == [0, 1]
 
 
@@ -222,7 +222,8 @@ def test_a_file_that_cannot_be_written_leaves_all_parts(tmp_path: Path) -> None:
     path.mkdir()
     found = gradwire.spawn(write_to_a_folder, 2, args=(path,), transports=["shm"])
     assert found == [True, False]
-    assert merge.merge(Path(f"{path}.parts"), tmp_path / "other.json")["ranks"] == [0, 1]
+    left = trace_parts.read(Path(f"{path}.parts"))
+    assert merge.write(left, tmp_path / "other.json")["ranks"] == [0, 1]
 
 
 def test_the_part_of_a_lost_rank_is_missing(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_the_part_of_a_lost_rank_is_missing(tmp_path: Path) -> None:
     folder = Path(f"{path}.parts")
     (lost,) = folder.glob(f"rank1-*{trace_parts.SUFFIX}")
     lost.unlink()
-    about = merge.merge(folder, path)
+    about = merge.write(trace_parts.read(folder), path)
     assert about["missing"] == [1]
     assert "missing: rank 1" in merge.describe(about)
     assert "missing: rank 1" in str(summary.summarize(path))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gradwire._trace import merge
+from gradwire._trace import merge, parts
 from ranks import LIMIT
 from traces import encloses, of, read
 
@@ -81,7 +81,7 @@ def test_parts_stay_where_the_file_cannot_be_written(tmp_path: Path) -> None:
     folder = Path(ended.stderr.rpartition("gradwire trace merge ")[2].removesuffix(" FILE\n"))
     try:
         assert "no trace: [Errno 21]" in ended.stderr
-        assert merge.merge(folder, tmp_path / "out.json")["ranks"] == [0, 2]
+        assert merge.write(parts.read(folder), tmp_path / "out.json")["ranks"] == [0, 2]
     finally:
         shutil.rmtree(folder)
 

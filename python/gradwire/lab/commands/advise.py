@@ -47,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--published", action="store_true", help="instead: predicted and published speed-ups")
     add("--plot", metavar="FILE.png", help="draw steps and scaling")
     add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

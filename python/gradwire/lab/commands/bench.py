@@ -11,6 +11,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gradwire import _core
@@ -22,6 +23,7 @@ from gradwire._errors import InvalidArgument, ScheduleError
 from gradwire._init import init
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, gathering
+from gradwire.lab.commands import plots
 from gradwire.lab.tuning import measure
 from gradwire.lab.tuning.measure import Result
 
@@ -59,10 +61,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV instead of the table")
     form.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(command=run)
 
 
-def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measures on the launcher's ranks, or on local ranks that it starts with the same `argv`.
+def run(options: argparse.Namespace) -> int:
+    """Measures on the launcher's ranks, or on local ranks that it starts with `options.argv`.
 
     Returns the exit code: 1 when a result was wrong. Raises InvalidArgument for options that do not
     fit together, before anything is started.
@@ -71,7 +74,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     alone = here.launcher == "no launcher"
     _check(options, options.ranks if alone else here.size)
     if alone and options.ranks > 1:
-        return launcher.run(["-n", str(options.ranks), "-m", "gradwire", "bench", *argv])
+        return launcher.run(["-n", str(options.ranks), "-m", "gradwire", "bench", *options.argv])
     return _measure_all(options)
 
 
@@ -140,7 +143,7 @@ def _check(options: argparse.Namespace, ranks: int) -> None:
     choose_transports(options.transport)
     _check_type(options)
     if options.plot is not None:
-        _pyplot()
+        plots.require()
     if options.algorithm != "auto" and not options.algorithm.startswith("hierarchical("):
         _check_algorithm(options, ranks)
 
@@ -232,7 +235,7 @@ class _Report:
             print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
             print(f"# Avg bus bandwidth    : {mean:.3f}")
         if self._options.plot is not None:
-            _plot(self._results, self._title, self._options.plot)
+            plots.bandwidth(self._results, self._title, Path(self._options.plot))
         return 1 if wrong else 0
 
     def _as_json(self) -> dict[str, Any]:
@@ -264,29 +267,3 @@ def _write_csv(results: Sequence[Result], file: IO[str]) -> None:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
     writer.writerows(map(_row, results))
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise InvalidArgument("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _plot(results: Sequence[Result], title: str, path: str) -> None:
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    size = [result.case.nbytes for result in results]
-    axes.plot(size, [result.busbw for result in results], marker="o", label="busbw")
-    axes.plot(size, [result.algbw for result in results], marker="s", label="algbw")
-    axes.set_xscale("log", base=2)
-    axes.set(title=title, xlabel="bytes", ylabel="GB/s")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=144)
-    pyplot.close(figure)

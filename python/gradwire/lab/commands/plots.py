@@ -1,4 +1,4 @@
-"""Pictures of `gradwire advise` and `gradwire simulate`, by matplotlib."""
+"""Pictures of `gradwire advise`, `gradwire bench` and `gradwire simulate`, by matplotlib."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from gradwire._base.units import show_bytes
 from gradwire._errors import InvalidArgument
-from gradwire.lab.planner.advice import Advice
+from gradwire.lab.planner.report import Advice
 from gradwire.lab.simulation.runs import Run, fastest
+from gradwire.lab.tuning.measure import Result
 
 
 def require() -> None:
@@ -99,6 +100,22 @@ def _map(axes: Any, runs: Sequence[Run], ranks: list[int], sizes: list[float]) -
     axes.set(xlabel="bytes", ylabel="ranks", title="the fastest all_reduce")
     patches = [Patch(color=colors(index), label=name) for index, name in enumerate(names)]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+
+
+def bandwidth(found: Sequence[Result], title: str, path: Path) -> None:
+    """Draws bandwidths over size."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    size = [each.case.nbytes for each in found]
+    axes.plot(size, [each.busbw for each in found], marker="o", label="busbw")
+    axes.plot(size, [each.algbw for each in found], marker="s", label="algbw")
+    axes.set_xscale("log", base=2)
+    axes.set(title=title, xlabel="bytes", ylabel="GB/s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--restart", default=None, metavar="TIME", help="from a failure to going on, as 5m")
     add("--plot", metavar="FILE.png", help="seconds over ranks or bytes, or the fastest of both")
     add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

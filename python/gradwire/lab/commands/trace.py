@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from gradwire._trace import merge
+from gradwire._trace import merge, parts
 from gradwire.lab import trace_summary
 from gradwire.lab.commands.progress import LateBar
 
@@ -39,6 +39,7 @@ def _summary(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    about = merge.merge(options.folder, options.trace, profiles=options.profile, progress=LateBar())
+    found = parts.read(options.folder)
+    about = merge.write(found, options.trace, profiles=options.profile, progress=LateBar())
     print(f"{options.trace}: {merge.describe(about)}")
     return 0

@@ -33,10 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--gpus", action="store_true", help="of the ranks' GPUs, beside that of their CPUs")
     add("-o", "--output", metavar="FILE", help="save there; default: where init() looks")
     add("--json", action="store_true", help="print the parameters and timings as JSON")
+    parser.set_defaults(command=run)
 
 
-def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Tunes on the launcher's ranks, or on local ones that it starts with the same `argv`.
+def run(options: argparse.Namespace) -> int:
+    """Tunes on the launcher's ranks, or on local ones that it starts with the same `options.argv`.
 
     Saves the model, and prints its predictions beside the measurements. Returns the exit code.
     Raises InvalidArgument for options that do not fit together, before anything is started.
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not 0.1 <= options.seconds <= 600:
         raise InvalidArgument(f"--seconds {options.seconds:g}: use 0.1 to 600")
     if alone:
-        return launcher.run(["-n", str(options.ranks), "-m", "gradwire", "tune", *argv])
+        return launcher.run(["-n", str(options.ranks), "-m", "gradwire", "tune", *options.argv])
     return _run_ranks(options)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
-from gradwire.lab.planner import devices, judgement, report, walk
+from gradwire.lab.planner import devices, judgement, walk
 from gradwire.lab.planner.exchanges import PER_BUCKET, Cluster, ratio, wire_codec
-from gradwire.lab.planner.findings import Findings
+from gradwire.lab.planner.report import Advice
 from gradwire.lab.planner.steps import (
     SYNCHRONOUS,
     Prediction,
@@ -32,28 +32,6 @@ from gradwire.lab.simulation.topology import Topology, flat
 CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
 Progress = Callable[[float, str], None]
 _PREDICTED, _JUDGED = 0.6, 0.8  # of the progress: all steps are predicted, sentences are made
-
-
-class Advice(Findings):
-    """The result of `advise`; its str is a report.
-
-    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
-    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
-    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
-    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
-    less than a tenth of a step, without a codec; None if there is none.
-    """
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON: bytes, seconds, shares."""
-        return report.to_dict(self)
-
-    def __str__(self) -> str:
-        return report.text(self)
-
-    def __repr__(self) -> str:
-        best = f"{self.best.algorithm} with {self.best.codec}"
-        return f"<Advice {self.network.name} on {self.ranks} ranks: {best}>"
 
 
 def advise(

@@ -1,57 +1,101 @@
-"""Reports of advice: as text, and as plain values for JSON."""
+"""Advice: what `advise` finds, as text, and as plain values for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire._base.tables import table
 from gradwire._base.units import show_bytes, show_seconds
-from gradwire.lab.planner.exchanges import describe, ratio
-from gradwire.lab.planner.findings import Findings
+from gradwire.lab.planner.exchanges import Cluster, describe, ratio
 from gradwire.lab.planner.steps import SYNCHRONOUS, Prediction
-from gradwire.lab.planner.volumes import Volume
+from gradwire.lab.planner.tables.network import Network
+from gradwire.lab.planner.volumes import Volume, total
 
 _MOST_LAYERS = 24  # in the text; the JSON has all
 
 
-def text(advice: Findings) -> str:
-    """The report that `gradwire advise` prints."""
-    parts = [_head(advice), _layers(advice), _totals(advice)]
-    if advice.ranks > 1:
-        parts += [_synchronous(advice), _modes(advice), _scaling(advice)]
-    parts += ["\n".join(advice.sentences), _batch(advice), _assumed(advice)]
-    return "\n\n".join(parts)
+@dataclass(frozen=True, repr=False)
+class Advice:
+    """The result of `advise`; its str is a report.
 
+    `volumes` has every layer, `predictions` every algorithm, codec and way to train, and `best` and
+    `second` are the fastest synchronous ones. `sentences` say what pays, `weak` and `strong` how
+    training scales: tuples of ranks, seconds of a step and speed-up over one rank. `batch` samples
+    on each of `ranks` take `compute` seconds; `least_batch` is the number from which ranks wait for
+    less than a tenth of a step, without a codec; None if there is none.
+    """
 
-def to_dict(advice: Findings) -> dict[str, Any]:
-    """The advice as plain values."""
-    layers = list(advice.network.layers)
-    return {
-        "model": advice.network.name,
-        "sample": advice.network.sample,
-        "parameters": advice.network.parameters,
-        "ranks": advice.ranks,
-        "per_host": advice.cluster.per_host,
-        "link_bits_per_second": advice.cluster.topology.levels[0].rate,
-        "batch": advice.batch,
-        "compute_seconds": advice.compute,
-        "bytes_sent": {
-            "all_data": advice.all_data,
-            "all_model": advice.all_model,
-            "hybrid": advice.hybrid,
-        },
-        "layers": [_layer(each) for each in advice.volumes],
-        "predictions": [_prediction(advice, each) for each in advice.predictions],
-        "best": _prediction(advice, advice.best),
-        "second": _prediction(advice, advice.second),
-        "codecs": {each: ratio(layers, each) for each in _codecs(advice.predictions)},
-        "weak_scaling": _rows(advice.weak),
-        "strong_scaling": _rows(advice.strong),
-        "least_batch": advice.least_batch,
-        "sentences": list(advice.sentences),
-        "assumptions": list(advice.assumptions),
-    }
+    network: Network
+    ranks: int
+    batch: int
+    compute: float
+    cluster: Cluster
+    volumes: tuple[Volume, ...]
+    predictions: tuple[Prediction, ...]
+    best: Prediction
+    second: Prediction
+    sentences: tuple[str, ...]
+    weak: tuple[tuple[int, float, float], ...]
+    strong: tuple[tuple[int, float, float], ...]
+    least_batch: int | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def all_data(self) -> float:
+        """Bytes that a rank sends in a step if all layers are data-parallel."""
+        return total(self.volumes, "data")
+
+    @property
+    def all_model(self) -> float:
+        """Bytes that a rank sends in a step if all layers are model-parallel."""
+        return total(self.volumes, "model")
+
+    @property
+    def hybrid(self) -> float:
+        """Bytes that a rank sends in a step if each layer goes the advised way."""
+        return total(self.volumes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON: bytes, seconds, shares."""
+        layers = list(self.network.layers)
+        return {
+            "model": self.network.name,
+            "sample": self.network.sample,
+            "parameters": self.network.parameters,
+            "ranks": self.ranks,
+            "per_host": self.cluster.per_host,
+            "link_bits_per_second": self.cluster.topology.levels[0].rate,
+            "batch": self.batch,
+            "compute_seconds": self.compute,
+            "bytes_sent": {
+                "all_data": self.all_data,
+                "all_model": self.all_model,
+                "hybrid": self.hybrid,
+            },
+            "layers": [_layer(each) for each in self.volumes],
+            "predictions": [_prediction(self, each) for each in self.predictions],
+            "best": _prediction(self, self.best),
+            "second": _prediction(self, self.second),
+            "codecs": {each: ratio(layers, each) for each in _codecs(self.predictions)},
+            "weak_scaling": _rows(self.weak),
+            "strong_scaling": _rows(self.strong),
+            "least_batch": self.least_batch,
+            "sentences": list(self.sentences),
+            "assumptions": list(self.assumptions),
+        }
+
+    def __str__(self) -> str:
+        parts = [_head(self), _layers(self), _totals(self)]
+        if self.ranks > 1:
+            parts += [_synchronous(self), _modes(self), _scaling(self)]
+        parts += ["\n".join(self.sentences), _batch(self), _assumed(self)]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        best = f"{self.best.algorithm} with {self.best.codec}"
+        return f"<Advice {self.network.name} on {self.ranks} ranks: {best}>"
 
 
 def _layer(each: Volume) -> dict[str, Any]:
@@ -66,7 +110,7 @@ def _layer(each: Volume) -> dict[str, Any]:
     }
 
 
-def _prediction(advice: Findings, each: Prediction) -> dict[str, Any]:
+def _prediction(advice: Advice, each: Prediction) -> dict[str, Any]:
     return {
         "algorithm": each.algorithm,
         "codec": each.codec,
@@ -82,7 +126,7 @@ def _rows(rows: Iterable[tuple[int, float, float]]) -> list[dict[str, float]]:
     return [{"ranks": p, "step_seconds": step, "speed_up": gain} for p, step, gain in rows]
 
 
-def _head(advice: Findings) -> str:
+def _head(advice: Advice) -> str:
     network = advice.network
     return (
         f"{network.name}: {network.parameters:,} parameters, {3 * network.flops / 1e9:.3g} Gflop "
@@ -92,7 +136,7 @@ def _head(advice: Findings) -> str:
     )
 
 
-def _layers(advice: Findings) -> str:
+def _layers(advice: Advice) -> str:
     shown = sorted(advice.volumes, key=lambda each: -each.sent["data"])[:_MOST_LAYERS]
     names = {id(each) for each in shown}
     rows = [["layer", "kind", "|W|", "|D|", "as data", "as model", "advice"]]
@@ -115,14 +159,14 @@ def _layers(advice: Findings) -> str:
     return "Bytes that a rank sends in a step\n" + table(rows) + more
 
 
-def _totals(advice: Findings) -> str:
+def _totals(advice: Advice) -> str:
     return (
         f"all data-parallel {show_bytes(advice.all_data)}, all model-parallel "
         f"{show_bytes(advice.all_model)}, as advised {show_bytes(advice.hybrid)}"
     )
 
 
-def _synchronous(advice: Findings) -> str:
+def _synchronous(advice: Advice) -> str:
     found = {
         (each.algorithm, each.codec): each
         for each in advice.predictions
@@ -148,7 +192,7 @@ def _named(each: Prediction) -> str:
     )
 
 
-def _modes(advice: Findings) -> str:
+def _modes(advice: Advice) -> str:
     """The fastest algorithm of each codec, by the way to train."""
     fastest: dict[tuple[str, str], Prediction] = {}
     for each in advice.predictions:
@@ -171,7 +215,7 @@ def _codecs(predictions: Iterable[Prediction]) -> list[str]:
     return list(dict.fromkeys(each.codec for each in predictions))
 
 
-def _scaling(advice: Findings) -> str:
+def _scaling(advice: Advice) -> str:
     rows = [["ranks", "step", "speed-up", "step, shared batch", "speed-up"]]
     for (ranks, step, gain), (_, shared, more) in zip(advice.weak, advice.strong, strict=True):
         rows.append(
@@ -189,7 +233,7 @@ def _scaling(advice: Findings) -> str:
     )
 
 
-def _batch(advice: Findings) -> str:
+def _batch(advice: Advice) -> str:
     if advice.ranks == 1:
         return "There is nothing to wait for."
     if advice.least_batch is None:
@@ -200,9 +244,5 @@ def _batch(advice: Findings) -> str:
     )
 
 
-def _assumed(advice: Findings) -> str:
-    return "Assumed:\n" + "\n".join(_wrapped(advice.assumptions))
-
-
-def _wrapped(lines: Iterable[str]) -> Iterator[str]:
-    return (f"- {line}" for line in lines)
+def _assumed(advice: Advice) -> str:
+    return "\n".join(["Assumed:", *(f"- {line}" for line in advice.assumptions)])

@@ -92,18 +92,11 @@ def tune(
     if not 0 < seconds < math.inf:
         raise InvalidArgument(f"seconds={seconds!r} is no time to measure for")
     built_in = _model.built_in(hosts)
-    coded_cases = [coded_case(each) for each in _core.codec_names() if _has_costs(each, built_in)]
-    cases = [*_cases(comm.size), *coded_cases]
-    timings = PingTimer(comm, seconds, progress).time_all(cases)
-    coded = [each for each in timings if each.case.codec != "none"]
-    timings = [each for each in timings if each.case.codec == "none"]
-    found = b""
-    if comm.rank == 0:
-        fit = Fit(comm, built_in, timings)
-        timings = fit.run()
-        fit.fit_codecs(coded)
-        found = _model.pack(fit.model)
-    return _model.unpack(broadcast(comm, found)), timings
+    names = built_in.parameters
+    coded_cases = [coded_case(each) for each in _core.codec_names() if f"{each}.encode" in names]
+    timer = PingTimer(comm, seconds, progress)
+    packed, timings = timer.fit([*_cases(comm.size), *coded_cases], built_in)
+    return _model.unpack(packed), timings
 
 
 def _cases(ranks: int) -> list[Case]:
@@ -116,10 +109,6 @@ def _cases(ranks: int) -> list[Case]:
         for algorithm in algorithms
         if ranks > 2 or algorithm in _OF_TWO_RANKS
     ]
-
-
-def _has_costs(codec: str, model: _core.CostModel) -> bool:
-    return f"{codec}.encode" in model.parameters
 
 
 def coded_case(codec: str) -> Case:
@@ -153,6 +142,20 @@ class PingTimer:
         self._start = monotonic()
         self._make_room()
         self._rates: dict[tuple[str, str], float] = {}  # seconds per byte of the last smaller case
+
+    def fit(
+        self, cases: Sequence[Case], model: _core.CostModel, most_message: float | None = None
+    ) -> tuple[bytes, list[Timing]]:
+        """Times the cases; returns the packed model fitted to them, and on rank 0 its timings."""
+        every = self.time_all(cases)
+        timings = [each for each in every if each.case.codec == "none"]
+        found = b""
+        if self._comm.rank == 0:
+            fit = Fit(self._comm, model, timings, most_message)
+            timings = fit.run()
+            fit.fit_codecs([each for each in every if each.case.codec != "none"])
+            found = _model.pack(fit.model)
+        return broadcast(self._comm, found), timings
 
     def time_all(self, cases: Sequence[Case]) -> list[Timing]:
         """Times the cases for which there is time."""

@@ -18,7 +18,7 @@ from gradwire import _core, _model
 from gradwire._base.group import Group
 from gradwire._errors import InvalidArgument
 from gradwire.lab.tuning import measure
-from gradwire.lab.tuning.fit import Fit, PingTimer, Progress, Timing, broadcast, coded_case
+from gradwire.lab.tuning.fit import PingTimer, Progress, Timing, coded_case
 from gradwire.lab.tuning.measure import Case
 
 _SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
@@ -36,16 +36,9 @@ def tune(
     Every rank calls it, with the number of its GPU. It takes about `seconds`, and a few more on
     rank 0 to compute. Raises InvalidArgument.
     """
-    timings = _GpuStopwatch(comm, device, seconds, progress).time_all(_cases(comm.size))
-    coded = [each for each in timings if each.case.codec != "none"]
-    timings = [each for each in timings if each.case.codec == "none"]
-    found = b""
-    if comm.rank == 0:
-        fit = Fit(comm, _core.gpu_model(), timings, most_message=math.inf)
-        timings = fit.run()
-        fit.fit_codecs(coded)
-        found = _model.pack(fit.model)
-    return _model.for_gpus(json.loads(broadcast(comm, found))), timings
+    timer = _GpuStopwatch(comm, device, seconds, progress)
+    packed, timings = timer.fit(_cases(comm.size), _core.gpu_model(), most_message=math.inf)
+    return _model.for_gpus(json.loads(packed)), timings
 
 
 def own_device(comm: Group) -> int:

@@ -101,11 +101,6 @@ class Portions:
         except OverflowError:  # fsum's, whose sum of some of them is too large
             return float(sum(losses))
 
-    @property
-    def replicas(self) -> list[int]:
-        """The replicas that are there."""
-        return list(self._replicas)
-
     def counts(self) -> dict[int, tuple[int, int]]:
         """Counts, by replica, portions of this batch that it kept, and copies that it was given."""
         return {number: (each.kept, each.copies) for number, each in self._replicas.items()}
