@@ -115,7 +115,7 @@ mutants: build $(VENV)/test-packages
 
 MINUTES ?= 120
 soak: build $(VENV)/test-packages
-	PYTHONPATH=tests/python/support $(BIN)/python -m soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 bench: build $(VENV)/test-packages
 	$(BIN)/python -m pytest bench/collectives --benchmark-only $(ARGS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from soak import MOST_GROWTH, SAMPLES, Sample, judge
+
+from tests.soak import MOST_GROWTH, SAMPLES, Sample, judge
 
 MIB = 1 << 20
 

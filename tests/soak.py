@@ -1,6 +1,6 @@
 """A soak: ranks do a bit of everything for hours, and their memory must come to a plateau.
 
-    PYTHONPATH=tests/python/support python -m soak --minutes 120
+    python -m tests.soak --minutes 120
 
 Each rank's private memory is counted at equal times. The first third is for what fills and then
 stays: plans and shapes that are cached, Python's cache of attributes (4,096 names, of which each
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import gradwire
 import numpy as np
-from census import growth, held
 from gradwire import Communicator
+
+from tests.python.support.census import growth, held
 
 RANKS = 3
 SAMPLES = 60
