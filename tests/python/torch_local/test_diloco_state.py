@@ -56,10 +56,8 @@ def test_pace_is_saved(comm: Communicator) -> None:
     trainee.outer._steps.pace = (1, 2)
     again = Trainee(comm, every=4, pace=True, clock=float)
     again.outer.load_state_dict(saved(trainee.outer.state_dict()))
-    assert (again.outer.pace, [again.step() for _ in range(2)].index(True)) == [
-        ((1, 2), 0),
-        ((1, 2), 1),
-    ][comm.rank]
+    assert again.outer.pace == (1, 2)
+    assert [again.step() for _ in range(2)].index(True) == comm.rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
