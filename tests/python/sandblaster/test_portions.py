@@ -141,4 +141,4 @@ def test_what_a_replica_cannot_say_is_refused() -> None:
             portions.staged(0, 7, 0, tickets, 0.0)
     assert portions.staged(0, 6, 0, [99], 0.0) == []
     portions.leave(0, 0.0)
-    assert portions.replicas == [1]
+    assert list(portions.counts()) == [1]
