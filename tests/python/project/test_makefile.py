@@ -37,7 +37,7 @@ def commands(*words: str) -> str:
 
 def filters(text: str) -> list[str]:
     """The regular expressions with which ctest chooses tests of a release build."""
-    return re.findall(r"^ctest .* build/release -R '(.*)'$", text, re.MULTILINE)
+    return re.findall(r"^ctest .* build/release -R '([^']*)'", text, re.MULTILINE)
 
 
 def test_make_test_runs_every_cpp_program() -> None:
