@@ -51,7 +51,7 @@ from bench.training.methods import (
 from bench.training.train_report import DENSE, Setting, accuracy, first_share, settings_of
 from bench.training.train_runs import Result, read_results
 from bench.training.trials import large_batch_report, optimizers_report
-from bench.training.trials.trial import read
+from bench.training.trials.trial import Outcome, read
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -318,22 +318,21 @@ def diloco(results: Path) -> list[str]:
 
 def optimizers(results: Path) -> list[str]:
     """The loss above AdamW's with dense gradients, by optimizer and exchange, and ratios."""
-    return list(optimizers_report.summary(read(newest(results, "optimizers-*-runs.jsonl"))))
+    return list(optimizers_report.summary(_optimizer_runs(results)))
 
 
 def other_optimizers(results: Path) -> list[str]:
     """What compression costs SGD and Lion."""
-    return list(optimizers_report.others(read(newest(results, "optimizers-*-runs.jsonl"))))
-
-
-def optimizer_goals(results: Path) -> list[str]:
-    """What compression may cost with AdamW, and what it costs."""
-    return list(optimizers_report.goals(read(newest(results, "optimizers-*-runs.jsonl"))))
+    return list(optimizers_report.others(_optimizer_runs(results)))
 
 
 def optimizer_links(results: Path) -> list[str]:
     """Milliseconds of a step by optimizer and link; no rows until some were timed."""
-    return list(optimizers_report.links(read(newest(results, "optimizers-*-runs.jsonl"))))
+    return list(optimizers_report.links(_optimizer_runs(results)))
+
+
+def _optimizer_runs(results: Path) -> list[Outcome]:
+    return optimizers_report.read(newest(results, "optimizers-*-runs.jsonl"))
 
 
 def large_batch(results: Path) -> list[str]:
@@ -431,7 +430,6 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "diloco": diloco,
     "optimizers": optimizers,
     "optimizer-others": other_optimizers,
-    "optimizer-goals": optimizer_goals,
     "optimizer-links": optimizer_links,
     "large-batch": large_batch,
     "downpour": downpour,

@@ -148,6 +148,22 @@ class Method(NamedTuple):
         suffix = {None: "", False: " without feedback", True: " with feedback"}[self.feedback]
         return f"gradwire {self.family}{suffix}"
 
+    @property
+    def words(self) -> str:
+        """For a table whose readers do not know how methods are written."""
+        its = self.options
+        said = {
+            PEERS.get(self.codec, f"`{self.codec}`"): True,
+            "momentum in the hook": its.momentum,
+            "residuals that follow the rate": its.rate,
+            f"first and last layer and small tensors in `{its.ends}`": its.ends,
+            f"small tensors in `{its.small}`": its.small,
+            f"`{FIRST}` in the first {100 * (its.int8 or 0):g} % of the steps": its.int8,
+            "with error feedback": self.feedback,
+            "without error feedback": self.feedback is False,
+        }
+        return ", ".join(text for text, holds in said.items() if holds)
+
     def first_share(self, warm_up: float) -> float:
         """Of the steps, those in FIRST: a biased codec's, in a run with such a warm-up."""
         if not self._biased:

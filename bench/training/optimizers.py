@@ -6,11 +6,11 @@
     python -m bench.training.optimizers --links 100mbit,100us   # also milliseconds of a step there
     python -m bench.training.optimizers --links 100mbit,100us --timed-only  # these alone
 
-Learning rates are the best of a few, by the first seed's loss with dense gradients; optimizers that
-compress have rates of their own where they step otherwise. For one seed all ways begin with the
-same parameters and see the same examples. Every finished training is a line in the file of
-`--runs`: a program that was stopped goes on where it was, and another call with other options adds
-to it. Results have the same bits however busy the machine is; milliseconds of a step have not.
+Learning rates are the best of a few, by the first seed's loss with dense gradients. For one seed
+all ways begin with the same parameters and see the same examples. Every finished training is a line
+in the file of `--runs`: a program that was stopped goes on where it was, and another call with
+other options adds to it. Results have the same bits however busy the machine is; milliseconds of a
+step have not.
 
 Writes bench/results/optimizers-DATE.md and .png, and optimizers-DATE-runs.jsonl.
 """
@@ -26,7 +26,7 @@ import gradwire
 from bench.common import report
 from bench.training import methods
 from bench.training.trials import exchanges, launch, optimizers_report
-from bench.training.trials.trial import Outcome, Trial, best_rate, read
+from bench.training.trials.trial import Outcome, Trial, best_rate
 
 _LOW_RANKS = tuple(f"lowrank:rank={rank}+small=int8+int8=0.1" for rank in (4, 8))
 _CONTROLS = ("onebit", "threshold:density=0.01", "topk:density=0.01")  # before AdamW
@@ -36,22 +36,17 @@ _ONE_BIT = (
     "OneBitAdam/every=3+int8=0.29",
     "OneBitAdam/codec=topk:density=0.005",
 )
-_MEAN_VOTE = "DistributedLion/vote=mean"
 # Of every optimizer, in the order of tables.
 EXCHANGES = {
     "adamw": (
         *("none", "gloo", "gloo:powersgd", "fp16", "bf16", "int8"),
         *_LOW_RANKS,
         *_ONE_BIT,
-        *("DeMo", "DeMo/top_k=16"),
         *(f"{each}+int8=0.2" for each in _CONTROLS),
-        *(exchanges.without_feedback(each) for each in (*_LOW_RANKS[:1], *_ONE_BIT, "DeMo")),
+        *(exchanges.without_feedback(each) for each in (*_LOW_RANKS[:1], *_ONE_BIT)),
         exchanges.without_feedback("onebit+int8=0.2"),
     ),
-    "lion": (
-        *("none", "int8", "DistributedLion", _MEAN_VOTE),
-        exchanges.without_feedback(_MEAN_VOTE),
-    ),
+    "lion": ("none", "int8"),
     "sgd": ("none", "int8", methods.ONEBIT, methods.LOW_RANK),
 }
 # Learning rates of which the best is taken; OneBitAdam has AdamW's.
@@ -59,8 +54,6 @@ RATES = {
     "adamw": (1e-3, 2e-3, 4e-3, 8e-3),
     "lion": (3e-4, 1e-3, 3e-3, 1e-2),
     "sgd": (0.03, 0.1, 0.3),
-    "DistributedLion": (1e-3, 3e-3, 1e-2),
-    "DeMo": (1e-3, 3e-3, 1e-2),
 }
 BATCHES = {"lm": 32, "vit": 128, "cnn": 128, "mlp": 128}
 _TIMED_STEPS = 42  # whole periods of every=3, which end with an exchange
@@ -72,7 +65,7 @@ def main() -> int:
     code = launch.make_all(sweep, plan, options)
     if code != 0:
         return code
-    made = read(options.runs)
+    made = optimizers_report.read(options.runs)
     optimizers_report.write(made, options.runs, report.stem_of(options.output, "optimizers"))
     return 0
 
@@ -105,15 +98,13 @@ def exchange(text: str) -> str:
 
 
 def sweep(options: argparse.Namespace) -> Iterator[Trial]:
-    """Every rate, with the first seed, of each optimizer that has rates of its own."""
+    """Every rate of each optimizer, with the first seed and dense gradients."""
     if options.rate is not None or options.timed_only:
         return
     for task in options.tasks:
         for optimizer in options.optimizers:
-            for exchange in dict.fromkeys(map(_rated_by, chosen(options, optimizer))):
-                trial = _trial(options, task, optimizer, exchange, options.seeds[0])
-                for rate in RATES[_family(optimizer, exchange)]:
-                    yield trial._replace(rate=rate)
+            trial = _trial(options, task, optimizer, "none", options.seeds[0])
+            yield from (trial._replace(rate=rate) for rate in RATES[optimizer])
 
 
 def plan(options: argparse.Namespace, made: Sequence[Outcome]) -> Iterator[Trial]:
@@ -129,12 +120,12 @@ def plan(options: argparse.Namespace, made: Sequence[Outcome]) -> Iterator[Trial
 def _all(options: argparse.Namespace, made: Sequence[Outcome], seed: int) -> Iterator[Trial]:
     for task in options.tasks:
         for optimizer in options.optimizers:
+            swept = _trial(options, task, optimizer, "none", options.seeds[0])
+            rate = options.rate or best_rate(made, swept)
+            if options.timed_only:
+                rate = rate or RATES[optimizer][0]
+            assert rate is not None  # of the sweep
             for exchange in chosen(options, optimizer):
-                swept = _trial(options, task, optimizer, _rated_by(exchange), options.seeds[0])
-                rate = options.rate or best_rate(made, swept)
-                if options.timed_only:
-                    rate = rate or RATES[_family(optimizer, swept.exchange)][0]
-                assert rate is not None  # of the sweep
                 yield _trial(options, task, optimizer, exchange, seed)._replace(rate=rate)
 
 
@@ -145,15 +136,6 @@ def chosen(options: argparse.Namespace, optimizer: str) -> list[str]:
         return list(own)
     names = {exchanges.name_of(each) for each in own}
     return [each for each in options.exchanges if each in own or exchanges.name_of(each) in names]
-
-
-def _rated_by(exchange: str) -> str:
-    """The exchange whose best rate is taken."""
-    return exchanges.name_of(exchange) if exchanges.has_own_rate(exchange) else "none"
-
-
-def _family(optimizer: str, exchange: str) -> str:
-    return exchange if exchange in RATES else optimizer
 
 
 def _trial(

@@ -85,8 +85,7 @@ def trainers() -> dict[str, Callable[[str], Parameters]]:
         for codec, gathered in _SHARDED
     }
     found |= {f"register, {codec}": partial(hooked, codec) for codec in ("auto", "lowrank")}
-    found |= {each.__name__: partial(optimized, each) for each in (one_bit_adam, lion, demo)}
-    return found | {"parallelize": hybrid, "DiLoCo": diloco}
+    return found | {"OneBitAdam": one_bit_adam, "parallelize": hybrid, "DiLoCo": diloco}
 
 
 def check(trainer: str, device: str) -> Checks:
@@ -160,25 +159,10 @@ def hooked(codec: str, device: str) -> Parameters:
     return _values(model)
 
 
-def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
+def one_bit_adam(device: str) -> Parameters:
     """AdamW first, then momenta in one bit."""
-    return gradwire.torch.OneBitAdam(model.named_parameters(), lr=1e-3, warm_up=_STEPS // 2)
-
-
-def lion(model: nn.Module) -> torch.optim.Optimizer:
-    """Votes."""
-    return gradwire.torch.DistributedLion(model.named_parameters(), lr=1e-4)
-
-
-def demo(model: nn.Module) -> torch.optim.Optimizer:
-    """The largest components of momenta."""
-    return gradwire.torch.DeMo(model.named_parameters(), lr=1e-4)
-
-
-def optimized(make: Callable[[nn.Module], Any], device: str) -> Parameters:
-    """An optimizer that exchanges."""
     model = _model(device)
-    optimizer = make(model)
+    optimizer = gradwire.torch.OneBitAdam(model.named_parameters(), lr=1e-3, warm_up=_STEPS // 2)
     _train(model, device, optimizer, _nothing)
     optimizer.check_agreement()
     optimizer.close()

@@ -2,9 +2,9 @@
 
 An exchange is a text: a method of `methods.py`, as in "gloo:powersgd" or "lowrank:rank=4+int8=0.2",
 for gradients; one of COMPRESSED, for optimizers that compress themselves, with an option or
-without, as in "OneBitAdam", "OneBitAdam/codec=topk:density=0.01" or "DeMo/top_k=16"; or
-"DiLoCo/10", for outer steps every 10 steps. "OneBitAdam+int8=0.3" has this share of the steps as
-its warm-up. With "-feedback" at the end, what is not sent is lost.
+without, as in "OneBitAdam" or "OneBitAdam/codec=topk:density=0.01"; or "DiLoCo/10", for outer steps
+every 10 steps. "OneBitAdam+int8=0.3" has this share of the steps as its warm-up. With "-feedback"
+at the end, what is not sent is lost.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ def name_of(exchange: str) -> str:
     """What comes before a codec and options: "OneBitAdam", "DiLoCo", "lowrank", "gloo"."""
     name = _parts(exchange)[0]
     return name if name in (*COMPRESSED, LOCAL) else Method.parse(exchange).family
-
-
-def has_own_rate(exchange: str) -> bool:
-    """Whether it steps otherwise than dense gradients do, so that another rate suits it."""
-    return name_of(exchange) in ("DistributedLion", "DeMo")
 
 
 def warm_up(exchange: str) -> float | None:
@@ -98,6 +93,31 @@ def check(exchange: str) -> str:
     return exchange
 
 
+def is_known(exchange: str) -> bool:
+    """Whether it is an exchange; records may have some that are no more."""
+    try:
+        return check(exchange) == exchange
+    except gradwire.InvalidArgument:
+        return False
+
+
+def words(exchange: str, first: float | None = None) -> str:
+    """The exchange for a table's row, where `first` is the share of the steps before it begins."""
+    name, option, share = _parts(exchange)
+    if name not in COMPRESSED:
+        return Method.parse(exchange).words
+    key, _, value = option.partition("=")
+    said = [f"`{name}`"]
+    if option:
+        codec = key == "codec"
+        said.append(f"momenta in `{value}`" if codec else f"an exchange {key} {value} steps")
+    if share or first:
+        said.append(f"warm-up of {100 * float(share or first or 0):g} % of the steps")
+    if exchange.endswith(_NO_FEEDBACK):
+        said.append("without error feedback")
+    return ", ".join(said)
+
+
 def _check_warm_up(name: str, share: str) -> None:
     if share and not (
         name == "OneBitAdam" and re.fullmatch(r"0?\.\d+", share) and 0 < float(share) < 1
@@ -112,7 +132,7 @@ def _option(text: str) -> dict[str, Any]:
     """A codec, a number or a word, as an argument; raises InvalidArgument."""
     key, equals, value = text.partition("=")
     if text and not (key and equals and value):
-        raise gradwire.InvalidArgument(f"{text!r} is no option, as in codec=onebit or top_k=16")
+        raise gradwire.InvalidArgument(f"{text!r} is no option, as in codec=onebit or every=3")
     if key == "codec":
         gradwire.codec.get(value)
     return {key: int(value) if value.isdigit() else value} if text else {}
@@ -169,44 +189,21 @@ def _compressed(trial: Trial, name: str, model: nn.Module) -> Training:
     )
 
 
-def _compression(
-    model: nn.Module, options: dict[str, Any], keeps: bool
-) -> gradwire.torch.Compression:
-    """The codec among an optimizer's options, which it leaves, or onebit."""
-    codec = options.pop("codec", "onebit")
-    return gradwire.torch.Compression(codec, rules=_small(model), feedback=None if keeps else False)
-
-
 def _one_bit_adam(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
+    codec, feedback = options.pop("codec", "onebit"), None if keeps else False
     return gradwire.torch.OneBitAdam(
         model.named_parameters(),
         trial.rate,
-        compression=_compression(model, options, keeps),
+        compression=gradwire.torch.Compression(codec, rules=_small(model), feedback=feedback),
         warm_up=trial.first_steps,
         clip_norm=trial.clip,
         **options,
     )
 
 
-def _lion(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
-    return gradwire.torch.DistributedLion(
-        model.named_parameters(),
-        trial.rate,
-        compression=_compression(model, options, keeps),
-        **options,
-    )
-
-
-def _demo(model: nn.Module, trial: Trial, options: dict[str, Any], keeps: bool) -> Any:
-    decay = {} if keeps else {"decay": 0.0}  # its momentum is what has not been sent
-    return gradwire.torch.DeMo(model.named_parameters(), trial.rate, **decay, **options)
-
-
 # Optimizers that compress, by name.
 COMPRESSED: dict[str, Callable[[nn.Module, Trial, dict[str, Any], bool], Any]] = {
     "OneBitAdam": _one_bit_adam,
-    "DistributedLion": _lion,
-    "DeMo": _demo,
 }
 
 

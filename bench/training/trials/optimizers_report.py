@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bench.common import machine, report
 from bench.common.report import mean, spread, times
 from bench.training.methods import SMALL
-from bench.training.trials import exchanges
+from bench.training.trials import exchanges, trial
 from bench.training.trials.trial import Outcome, best_rate
 
 DENSE, ADAMW = "none", "adamw"
@@ -39,7 +39,6 @@ GOALS = {
     "int8": Goal(0.3),
     "lowrank": Goal(1, 20),
     "OneBitAdam": Goal(1, 25, 10),
-    "DeMo": Goal(1, 25, 10),
 }
 _SPARSER = Goal(2, 60)  # of optimizers that compress, with options
 
@@ -68,6 +67,13 @@ class Row:
         """As in "AdamW, int8"; an optimizer that compresses stands alone."""
         alone = exchanges.replaces_optimizer(self.exchange)
         return self.exchange if alone else f"{_NAMES[self.optimizer]}, {self.exchange}"
+
+    @property
+    def words(self) -> str:
+        """The title for those who do not know how exchanges are written."""
+        said = exchanges.words(self.exchange, self.outcomes[0].run.first if self.outcomes else None)
+        alone = exchanges.replaces_optimizer(self.exchange)
+        return said if alone else f"{_NAMES[self.optimizer]}, {said}"
 
     @property
     def is_control(self) -> bool:
@@ -115,11 +121,8 @@ class Table:
         self.rows.sort(key=_place)
 
     def _row(self, optimizer: str, exchange: str) -> Row:
-        """With the rate of dense gradients, else the one that the most seeds have, or the best.
-
-        Optimizers that have rates of their own do not take that of dense gradients.
-        """
-        base = None if exchanges.has_own_rate(exchange) else self.row(optimizer, DENSE)
+        """With the rate of dense gradients, else the one that the most seeds have, or the best."""
+        base = self.row(optimizer, DENSE)
         found = [
             each
             for each in self.all
@@ -152,6 +155,11 @@ def _place(row: Row) -> tuple[int, bool, float]:
     return list(_NAMES).index(row.optimizer), row.exchange != DENSE, row.ratio() or 0
 
 
+def read(path: Path) -> list[Outcome]:
+    """A file's outcomes, without those of ways to exchange that gradwire no longer has."""
+    return [each for each in trial.read(path) if exchanges.is_known(each.run.exchange)]
+
+
 def tables_of(outcomes: Sequence[Outcome]) -> list[Table]:
     """One for each task that there is."""
     have = {each.run.task for each in outcomes if not each.run.link}
@@ -180,12 +188,11 @@ def _document(tables: Sequence[Table], outcomes: Sequence[Outcome], name: str) -
     yield (
         f"{run.ranks} ranks. The learning rate rises for {run.warm_up:.0%} of the steps, then "
         "falls to 0 along a cosine. Gradients are clipped to the norm 1: the average, or by "
-        "OneBitAdam each rank's own; not for SGD, nor by DistributedLion and DeMo, which take "
-        "signs. Weight decay is what the optimizer has by default. *Loss* is the mean "
-        "cross-entropy of what was not trained with, *accuracy* the share of it predicted right, "
-        "after the last step: means "
-        "± standard deviations over seeds. *Than none* is the loss above that of dense gradients "
-        "with the same optimizer, *than AdamW* above that with AdamW, seed by seed. *Ratio* is "
+        "OneBitAdam each rank's own; not for SGD. Weight decay is what the optimizer has by "
+        "default. *Loss* is the mean cross-entropy of what was not trained with, *accuracy* the "
+        "share of it predicted right, after the last step: means ± standard deviations over seeds. "
+        "*Than none* is the loss above that of dense gradients with the same optimizer, *than "
+        "AdamW* above that with AdamW, seed by seed. *Ratio* is "
         "what a ring sends of dense float32 gradients, 2(p − 1)/p · 4 bytes an element, over the "
         "bytes sent: after the first steps, which are in int8 where compression needs a beginning, "
         "and of the whole run. `+int8=0.2`: int8 for this share of the steps, before a biased "
@@ -320,21 +327,17 @@ def links(outcomes: Sequence[Outcome]) -> Iterator[str]:
             if (e.run.task, e.run.optimizer, e.run.exchange) == (task, optimizer, exchange)
         }
         cells = (f"{1e3 * found[link]:.1f}" if link in found else None for link in names)
-        rows.append((TASKS[task], Row(optimizer, exchange, ()).title, *cells))
+        rows.append((TASKS[task], Row(optimizer, exchange, ()).words, *cells))
     yield from report.table(" | ".join(["task | ", *names]), rows, "ll")
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """For the documentation: loss above AdamW's with dense gradients by task, and ratios."""
     tables = [each for each in tables_of(outcomes) if each.row(ADAMW, DENSE)]
-    shown = [
-        key
-        for key in dict.fromkeys((r.optimizer, r.exchange) for t in tables for r in t.rows)
-        if key != (ADAMW, DENSE)
-    ]
+    of_adamw = (r.exchange for t in tables for r in t.rows if r.optimizer == ADAMW)
     lines = []
-    for key in shown:
-        rows = [table.row(*key) for table in tables]
+    for exchange in dict.fromkeys(each for each in of_adamw if each != DENSE):
+        rows = [table.row(ADAMW, exchange) for table in tables]
         have = [each for each in rows if each is not None]
         cells = [
             None if row is None else percent(row, table.row(ADAMW, DENSE))
@@ -342,16 +345,16 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
         ]
         seeds = max(len(each.outcomes) for each in have)
         ratios = [mean([e.ratio(whole=whole) for e in have]) for whole in (False, True)]
-        lines.append([have[0].title, *cells, seeds, *map(times, ratios)])
+        lines.append((ratios[0] or 0, [have[0].words, *cells, seeds, *map(times, ratios)]))
     heads = [f"{TASKS[each.task]}, %" for each in tables]
-    yield from report.table(" | ".join(["", *heads, "seeds | ratio | whole run"]), lines)
+    ordered = (line for _, line in sorted(lines, key=lambda each: each[0]))
+    yield from report.table(" | ".join(["", *heads, "seeds | ratio | whole run"]), ordered)
 
 
 def others(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """For the documentation: what exchanges cost optimizers other than AdamW."""
     yield from report.table(
-        "task | | rate | seeds | loss | above the optimizer's own dense loss, % | accuracy, % | "
-        "ratio | whole run",
+        "task | | loss | above the optimizer's own dense loss, % | ratio | whole run",
         (
             _other_cells(table, row)
             for table in tables_of(outcomes)
@@ -363,8 +366,8 @@ def others(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _other_cells(table: Table, row: Row) -> report.Cells:
-    title, rate, seeds, loss, than, _, accuracy, _, _, *ratios = _cells(table, row)
-    return (TASKS[table.task], title, rate, seeds, loss, than, accuracy, *ratios)
+    _, _, _, loss, than, *_, ratio, whole = _cells(table, row)
+    return (TASKS[table.task], row.words, loss, than, ratio, whole)
 
 
 def percent(row: Row, other: Row | None) -> str:

@@ -33,8 +33,6 @@ from gradwire.torch.exchange.rules import Stages
 from gradwire.torch.exchange.stats import CodecStats, Stats, StepStats
 from gradwire.torch.fsdp.register import register_fsdp
 from gradwire.torch.fsdp.state import FSDPState
-from gradwire.torch.optimizers.demo import DeMo
-from gradwire.torch.optimizers.lion import DistributedLion
 from gradwire.torch.optimizers.one_bit_adam import OneBitAdam
 from gradwire.torch.outer.diloco import DiLoCo
 
@@ -43,9 +41,7 @@ _autoload.register()
 __all__ = [
     "CodecStats",
     "Compression",
-    "DeMo",
     "DiLoCo",
-    "DistributedLion",
     "Downpour",
     "FSDPState",
     "OneBitAdam",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.torch import DeMo, DiLoCo, DistributedLion, OneBitAdam, register, register_fsdp
+from gradwire.torch import DiLoCo, OneBitAdam, register, register_fsdp
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -90,8 +90,6 @@ _WAYS: dict[str, Callable[..., Training]] = {
     "the hook": _hook,
     "DiLoCo": _local,
     "OneBitAdam": _stepping(OneBitAdam, warm_up=2),
-    "DistributedLion": _stepping(DistributedLion),
-    "DeMo": _stepping(DeMo),
     "FSDP2": _sharded,
     "the backend": _plain,
 }

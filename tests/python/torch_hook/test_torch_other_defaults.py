@@ -9,16 +9,7 @@ import gradwire
 import pytest
 import torch
 import torch_ranks
-from gradwire.torch import (
-    Compression,
-    DeMo,
-    DiLoCo,
-    DistributedLion,
-    OneBitAdam,
-    elastic,
-    register,
-    register_fsdp,
-)
+from gradwire.torch import Compression, DiLoCo, OneBitAdam, elastic, register, register_fsdp
 from gradwire.torch._ranks.group import communicator_of
 from torch import nn
 from torch.distributed import group
@@ -120,8 +111,6 @@ TRAININGS: dict[str, Callable[[nn.Module], Step]] = {
     "join": joined,
     "OneBitAdam": lambda module: stepping(module, OneBitAdam, warm_up=2, clip_norm=1.0),
     "0/1 Adam": lambda module: stepping(module, OneBitAdam, warm_up=2, every=2),
-    "DistributedLion": lambda module: stepping(module, DistributedLion),
-    "DeMo": lambda module: stepping(module, DeMo),
     "DiLoCo": local,
 }
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire import Communicator, InvalidArgument
-from gradwire.torch import Compression, DeMo, DistributedLion, OneBitAdam
+from gradwire.torch import Compression, OneBitAdam
 from local_training import batch, bits, small
 from ranks import on_ranks, run
 from replicated_training import Replica, settings_of
@@ -21,47 +21,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "text"),
+    ("settings", "text"),
     [
-        (OneBitAdam, {"warm_up": 0}, "warm_up=0 is less than 1"),
-        (OneBitAdam, {"every": 0}, "every=0 is less than 1"),
-        (OneBitAdam, {"lr": -1}, "lr=-1 is negative"),
-        (OneBitAdam, {"betas": 0.9}, "betas=0.9"),
-        (OneBitAdam, {"betas": (0.9, 1)}, "betas=(0.9, 1) are not"),
-        (OneBitAdam, {"weight_decay": -0.1}, "weight_decay=-0.1"),
-        (OneBitAdam, {"eps": -1e-8}, "eps=-1e-08 is negative"),
-        (OneBitAdam, {"eps": float("inf")}, "eps=inf is negative, or no"),
-        (OneBitAdam, {"eps": "small"}, "eps='small'"),
-        (OneBitAdam, {"clip_norm": 0}, "clip_norm=0 is no norm"),
-        (OneBitAdam, {"codec": "onebits"}, "onebits"),
-        (OneBitAdam, {"warm_up_codec": 3}, "codec=3"),
-        (OneBitAdam, {"rules": {"*": "none"}}, "a mapping"),
-        (OneBitAdam, {"rules": [("x.*", "none")]}, "matches no parameter"),
-        (OneBitAdam, {"feedback": 3}, "feedback=3"),
-        (OneBitAdam, {"algorithm": "rng"}, "algorithm='rng'"),
-        (OneBitAdam, {"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class"),
-        (OneBitAdam, {"over": "world"}, "ranks='world'"),
-        (OneBitAdam, {"over": None}, "give ranks=gradwire.init"),
-        (DistributedLion, {"vote": "all"}, "vote='all'"),
-        (DistributedLion, {"betas": (2, 0)}, "betas=(2, 0) are not"),
-        (DeMo, {"top_k": 0}, "top_k=0 is less than 1"),
-        (DeMo, {"chunk": 500}, "chunk=500 is more than 128"),
-        (DeMo, {"decay": 2}, "decay=2 is not"),
-        (DeMo, {"algorithm": "star"}, "algorithm='star': all_gather has no"),
-        (
-            OneBitAdam,
-            {"compression": Compression("onebit", warm_up=9)},
-            "warm_up=9 of a Compression",
-        ),
-        (DistributedLion, {"codec": "auto"}, "register() and register_fsdp() choose"),
-        (DistributedLion, {"over": None, "timeout": 0}, "timeout=0 is not a positive number"),
+        ({"warm_up": 0}, "warm_up=0 is less than 1"),
+        ({"every": 0}, "every=0 is less than 1"),
+        ({"lr": -1}, "lr=-1 is negative"),
+        ({"betas": 0.9}, "betas=0.9"),
+        ({"betas": (0.9, 1)}, "betas=(0.9, 1) are not"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"eps": -1e-8}, "eps=-1e-08 is negative"),
+        ({"eps": float("inf")}, "eps=inf is negative, or no"),
+        ({"eps": "small"}, "eps='small'"),
+        ({"clip_norm": 0}, "clip_norm=0 is no norm"),
+        ({"codec": "onebits"}, "onebits"),
+        ({"warm_up_codec": 3}, "codec=3"),
+        ({"rules": {"*": "none"}}, "a mapping"),
+        ({"rules": [("x.*", "none")]}, "matches no parameter"),
+        ({"feedback": 3}, "feedback=3"),
+        ({"algorithm": "rng"}, "algorithm='rng'"),
+        ({"scaler": torch.amp.GradScaler}, "scaler=GradScaler is a class"),
+        ({"over": "world"}, "ranks='world'"),
+        ({"over": None}, "give ranks=gradwire.init"),
+        ({"compression": Compression("onebit", warm_up=9)}, "warm_up=9 of a Compression"),
+        ({"codec": "auto"}, "register() and register_fsdp() choose"),
+        ({"over": None, "timeout": 0}, "timeout=0 is not a positive number"),
     ],
 )
-def test_wrong_settings_are_named(make: Any, settings: dict[str, Any], text: str) -> None:
+def test_wrong_settings_are_named(settings: dict[str, Any], text: str) -> None:
     def body(comm: Communicator) -> str:
-        usual = {"over": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
+        usual = {"over": comm, "warm_up": 1}
         with pytest.raises(InvalidArgument) as raised:
-            make(small().named_parameters(), **settings_of(**usual | settings))
+            OneBitAdam(small().named_parameters(), **settings_of(**usual | settings))
         return str(raised.value)
 
     assert text in run(1, body)[0]
@@ -91,24 +81,25 @@ def test_parameters_that_cannot_be_are_told_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "option", "text"),
+    ("option", "text"),
     [
-        (DistributedLion, {"lr": -1}, "lr=-1 is negative"),
-        (DistributedLion, {"betas": (0.9, 3)}, "betas=(0.9, 3) are not"),
-        (DeMo, {"decay": 2}, "decay=2 is not"),
-        (OneBitAdam, {"weight_decay": -1}, "weight_decay=-1 is negative"),
-        (OneBitAdam, {"eps": -1}, "eps=-1 is negative"),
+        ({"lr": -1}, "lr=-1 is negative"),
+        ({"betas": (0.9, 3)}, "betas=(0.9, 3) are not"),
+        ({"weight_decay": -1}, "weight_decay=-1 is negative"),
+        ({"eps": -1}, "eps=-1 is negative"),
     ],
 )
-def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: str) -> None:
+def test_options_of_groups_are_checked(option: dict[str, Any], text: str) -> None:
     """In the constructor and later, where the group is not added."""
 
     def body(comm: Communicator) -> list[str]:
-        usual = {"ranks": comm} | ({"warm_up": 1} if make is OneBitAdam else {})
         wrong = {"params": [("x", nn.Parameter(torch.zeros(3)))], **option}
-        optimizer = make(small().named_parameters(), **usual)
+        optimizer = OneBitAdam(small().named_parameters(), warm_up=1, ranks=comm)
         texts = []
-        for add in (lambda: make([wrong], **usual), lambda: optimizer.add_param_group(wrong)):
+        for add in (
+            lambda: OneBitAdam([wrong], warm_up=1, ranks=comm),
+            lambda: optimizer.add_param_group(wrong),
+        ):
             with pytest.raises(InvalidArgument) as raised:
                 add()
             texts.append(str(raised.value))
@@ -121,7 +112,7 @@ def test_options_of_groups_are_checked(make: Any, option: dict[str, Any], text: 
 
 @on_ranks(2)
 def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all(comm: Communicator) -> None:
-    replica = Replica(comm, DistributedLion, lr=0.01)
+    replica = Replica(comm)
     optimizer = replica.optimizer
     group = {"params": [("x", nn.Parameter(torch.zeros(3)))], "lr": 0.1 * (1 + comm.rank)}
     saved = optimizer.state_dict()
@@ -131,7 +122,7 @@ def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all(comm: Communi
     for call in (
         lambda: optimizer.add_param_group(group),
         lambda: optimizer.load_state_dict(saved),
-        lambda: Replica(comm, DistributedLion, scaler=scaler),
+        lambda: Replica(comm, scaler=scaler),
     ):
         with pytest.raises(InvalidArgument) as raised:
             call()
@@ -143,11 +134,10 @@ def test_rates_of_added_and_loaded_groups_that_differ_raise_on_all(comm: Communi
     assert "different scaler= by rank: False on rank 0; True on rank 1" in scaled
 
 
-@pytest.mark.parametrize("make", [OneBitAdam, DistributedLion, DeMo])
 @on_ranks(2)
-def test_steps_with_nothing_to_send(comm: Communicator, make: Any) -> None:
+def test_steps_with_nothing_to_send(comm: Communicator) -> None:
     """All parameters are frozen, or have no elements."""
-    replica = Replica(comm, make)
+    replica = Replica(comm)
     replica.train(1)
     before = bits(replica.model)
     for each in replica.model.parameters():
@@ -159,13 +149,13 @@ def test_steps_with_nothing_to_send(comm: Communicator, make: Any) -> None:
     replica.train(1)
     assert bits(replica.model) != before
     empty = nn.ParameterList([nn.Parameter(torch.zeros(0, 3))])
-    Replica(comm, make, empty).optimizer.step()
+    Replica(comm, model=empty).optimizer.step()
     assert replica.optimizer.steps == 3
 
 
 @on_ranks(1)
 def test_copies_say_that_they_are(comm: Communicator) -> None:
-    original = Replica(comm, DistributedLion).optimizer
+    original = Replica(comm).optimizer
     copied = copy.deepcopy(original)
     saved = original.state_dict()
     for call in (
@@ -176,7 +166,7 @@ def test_copies_say_that_they_are(comm: Communicator) -> None:
         lambda: copied.load_state_dict(saved),
         lambda: copied.after_shrink(comm),
     ):
-        with pytest.raises(InvalidArgument, match="this DistributedLion is a copy"):
+        with pytest.raises(InvalidArgument, match="this OneBitAdam is a copy"):
             call()
 
 
@@ -200,7 +190,7 @@ def test_several_models_and_optimizers_in_one_process(comm: Communicator) -> Non
     """Each has residuals of its own, also where names are the same; one feedback is for one."""
     kept = gradwire.ErrorFeedback()
     first = Replica(comm, feedback=kept)
-    second = Replica(comm, DistributedLion, vote="mean", min_elements=0, lr=0.01)
+    second = Replica(comm, codec="int8")
     for _ in range(5):
         first.train(1)
         second.train(1)

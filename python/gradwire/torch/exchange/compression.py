@@ -44,8 +44,8 @@ class Compression:
     about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
     where that is known. The first and the last layer, embeddings, and parameters that are small or
     no matrices then stay in int8, unless `rules` are given. ``warm_up=0`` leaves everything as it
-    is given. `DiLoCo`, `DistributedLion` and `OneBitAdam` refuse it; `OneBitAdam(warm_up=)` is
-    another thing: its first steps, as AdamW's.
+    is given. `DiLoCo` and `OneBitAdam` refuse it; `OneBitAdam(warm_up=)` is another thing: its
+    first steps, as AdamW's.
 
     Raises InvalidArgument for what cannot be.
     """

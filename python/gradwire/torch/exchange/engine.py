@@ -1,9 +1,8 @@
 """Exchange: the reductions of one step after another, each of which counts whole or not at all.
 
-What averages goes through it: the hooks of DDP and FSDP2, elastic sessions, DiLoCo, OneBitAdam and
-DistributedLion (not DeMo, which gathers, nor the trainers over a parameter server). They say when a
-step begins, what has come, and whether the step is good. Which arrays travel together, and in
-which codec, `ResidualState` says.
+What averages goes through it: the hooks of DDP and FSDP2, elastic sessions, DiLoCo and OneBitAdam
+(not the trainers over a parameter server). They say when a step begins, what has come, and whether
+the step is good. Which arrays travel together, and in which codec, `ResidualState` says.
 """
 
 from __future__ import annotations

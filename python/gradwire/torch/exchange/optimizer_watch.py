@@ -108,11 +108,12 @@ def advice(optimizer: torch.optim.Optimizer, codec: CodecLike) -> str:
             f"{name} averages by itself, and the hook has averaged before it: leave out register(),"
             " or run backwards within no_sync()"
         )
-    instead = "DistributedLion" if name == "Lion" else "OneBitAdam"
+    adam = "Adam" in name  # not for Lion, Muon and others, which step otherwise
+    instead = "gradwire.torch.OneBitAdam, which compresses after that, or " if adam else ""
     return (
         f"{name} after the codec {codec} ends at a higher loss than without a codec: its steps are "
         "not linear in the gradient, so error feedback does not make up for what the codec loses. "
-        f"Use gradwire.torch.{instead}, which compresses after that, or codec='int8'"
+        f"Use {instead}codec='int8'"
     )
 
 

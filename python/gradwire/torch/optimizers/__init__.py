@@ -1,1 +1,1 @@
-"""Optimizers that exchange in `step()` what may be compressed: momenta, signs, not gradients."""
+"""Optimizers that exchange in `step()` what may be compressed: momenta, not gradients."""

@@ -35,9 +35,3 @@ def clamp(values: torch.Tensor, most: float) -> torch.Tensor:
     """Limits each element's magnitude, in place."""
     largest = float(torch.stack(torch.aminmax(values)).abs().max()) if values.numel() else 0.0
     return values.clamp_(-most, most) if math.isfinite(largest) and largest > most else values
-
-
-def signs(values: torch.Tensor) -> torch.Tensor:
-    """The sign of each element."""
-    # torch.sign() makes 0 of NaN.
-    return values.sign().add_(values - values)

@@ -32,6 +32,10 @@ class OneBitAdam(ExchangingOptimizer):
             opt.step()
             opt.zero_grad()
 
+    It is for transformers. On a CNN (0.2 M parameters, Fashion-MNIST, 300 steps, a learning rate of
+    0.008, ``warm_up`` 29 % of the steps) it ended 3.3 % above AdamW's loss, and with
+    ``compression="int8"`` 0.5 %: give CNNs int8, or SGD and `register`.
+
     `step` exchanges, so the model is a plain module: do not wrap it in DistributedDataParallel.
     Accumulation is several backwards before a `step`. After each step the parameters have the same
     bits on all ranks.
@@ -177,7 +181,7 @@ class OneBitAdam(ExchangingOptimizer):
         least = _FLOOR * root.square().mean().sqrt()
         state["denominator"] = root.clamp_(min=least.item()).add_(group["eps"])
         state["exp_avg"] = state["exp_avg"] / state["denominator"]
-        self._scale_residual(name, (1 - beta1) / state["denominator"])
+        self._exchange.scale_residual(name, (1 - beta1) / state["denominator"])
 
     def _momentum(
         self, state: Mapping[str, Any], gradient: torch.Tensor, factor: float, group: dict[str, Any]
