@@ -27,6 +27,6 @@ html_theme = "furo"
 html_title = f"gradwire {release}"
 html_show_sphinx = False
 html_static_path = ["static"]
-html_css_files = ["glossary.css"]
+html_css_files = ["glossary.css", "tables.css"]
 
 generate.write(HERE / "generated")
