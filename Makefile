@@ -6,7 +6,9 @@
 #                  script of .ci/with: arm64, cuda12, ray, rdma, torch, torch-suites or trainers
 #   make cuda      the CUDA part for one architecture, and its tests; needs nvcc, but no GPU
 #   make bench     the pytest-benchmark bandwidth suites
-#   make wheel     a wheel for this Python and old Linux machines, in dist/, tried where no compiler is
+#   make wheel     a wheel for this Python and old Linux machines, in dist/, tried where no compiler is;
+#                  PYTHONS="python3.10 python3.12": one for each of them
+#   make sdist     the sources, in dist/
 #   make docs      the documentation as HTML, in build/docs; warnings are errors
 #   make lint      format and check;  make lint-check only checks
 #   make sanitize  the C++ tests under AddressSanitizer + UBSan and under ThreadSanitizer;
@@ -39,7 +41,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(wildcard cmake/* csrc/gradwire/*/* csr
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' \
   'tests/*.cc' 'bench/*.h' 'bench/*.cc')
 
-.PHONY: demo test test-cpp test-python test-with nightly bench docs lint lint-check wheel cuda sanitize \
+.PHONY: demo test test-cpp test-python test-with nightly bench docs lint lint-check wheel one-wheel sdist cuda sanitize \
   sanitize-build faults mutants soak fuzz fuzz-build build tools clean
 demo: build
 	@sh .ci/system-packages --demo
@@ -134,11 +136,20 @@ GLIBC ?= 2.17
 WHEEL_TESTS := $(addsuffix .py,$(addprefix tests/python/,calls/test_collectives calls/test_error_texts \
   compression/test_feedback compression/test_python_codecs failures/test_closing failures/test_faults \
   torch_hook/test_torch_hook))
-wheel: $(VENV)/wheelwrights $(VENV)/test-packages
-	@echo "== Building a wheel for glibc $(GLIBC)"
+PYTHONS ?=
+wheel:
 	rm -rf dist
+	$(if $(PYTHONS),for each in $(PYTHONS); do \
+	  $(MAKE) one-wheel PYTHON=$$each VENV=build/venv-$${each##*/} || exit; done,$(MAKE) one-wheel)
+
+one-wheel: $(VENV)/wheelwrights $(VENV)/test-packages
+	@echo "== Building a wheel for glibc $(GLIBC)"
 	.ci/wheel $(BIN)/python dist $(GLIBC)
-	.ci/check-wheel $(BIN)/python dist/*.whl $(WHEEL_TESTS)
+	.ci/check-wheel $(BIN)/python dist/*-$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl \
+	  $(WHEEL_TESTS)
+
+sdist: $(VENV)/tools
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print(build_sdist("dist"))'
 
 $(VENV)/wheelwrights: $(VENV)/tools
 	$(PIP) $$($(BIN)/python .ci/requirements.py wheel)
