@@ -11,7 +11,7 @@ _CALLS = tuple(
 )
 _ELASTIC = tuple(
     f"torch_elastic/test_elastic_{each}.py"
-    for each in ("commits", "errors", "random", "rates", "training")
+    for each in ("session", "commits", "errors", "random", "rates", "training")
 )
 _FEEDBACK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("feedback", "amp", "saved"))
 _HOOK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("hook", "failures", "features"))
@@ -92,10 +92,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "is_late=True) return call._replace(finish=decode, feedback=None, reduction=reduction, "
         "is_late=True)",
     ): "without feedback= nobody reads the keys",
-    (
-        "torch/elastic/session.py",
-        "self._joined = False  # and has not got the state pass  # and has not got the state",
-    ): "__enter__ sets it before anything reads it",
     (
         "torch/elastic/session.py",
         "least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait) "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[3]
-_WARM = ("pytest", "numpy", "ml_dtypes", "torch")
+_WARM = ("pytest", "numpy", "ml_dtypes", "torch", "torch._dynamo")
 # The installed package's finder, in front of all paths, would find the code that is not mutated.
 _SITE = """import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]

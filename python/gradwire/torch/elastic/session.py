@@ -69,14 +69,10 @@ class Session:
         self._settings = settings
         self._comm: Communicator | None = None
         self._steps = self._changes = 0
-        self._reference = 0  # the number of ranks that the global batch is for
-        self._has_state = self._prepared = self._ending = False
-        self._joined = False  # and has not got the state
+        self._prepared = self._ending = False
         self._alike: bool | None = None  # whether all ranks' random generators began alike
         self._news: Decision | None = None  # of members that have not got the state yet
         self._part: SamplePart | None = None  # that was given to the loop, and not committed
-        self._is_last = self._adds = self._has_backward = False
-        self._samples = 0  # of the step under way, on all ranks
         self._is_under_way = False  # a step
         self._failure: Exception | None = None  # since the last step that was committed
         self._repeats = 0
@@ -111,7 +107,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Connects to the other ranks, or joins them."""
-        comm, self._joined = self._connect()
+        comm, self._joined = self._connect()  # joined: and has not got the state
         self._has_state = not self._joined and comm.rank == 0
         self._use(comm)
         try:
@@ -122,7 +118,7 @@ class Session:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self._reference = self.communicator.size  # rank 0's counts
+        self._reference = self.communicator.size  # that the global batch is for; rank 0's counts
         return self
 
     def __exit__(
@@ -173,7 +169,7 @@ class Session:
                 "the gradients of an earlier batch of this step are gone: a session adds up those "
                 "of several batches, and clears them when a step begins; leave zero_grad() out"
             )
-        self._has_backward = True
+        self._has_backward: bool = True
         if self._part.weight != 1:
             loss = loss * self._part.weight
         if not self._is_last:
@@ -228,8 +224,9 @@ class Session:
         self._is_under_way = True
         parts = self._sampler.parts(self._samples, comm.rank, comm.size)
         for i, part in enumerate(parts, start=1):
-            self._part, self._is_last, self._has_backward = part, i == len(parts), False
-            self._adds = i > 1
+            self._part, self._is_last = part, i == len(parts)
+            self._adds: bool = i > 1
+            self._has_backward = False
             yield self._sampler.collated(part.indices)
             if self._part is not None:
                 raise InvalidArgument(
