@@ -121,7 +121,6 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         self._outgoing: dict[serve.Pending, list[torch.Tensor] | None] = {}
         self._free: list[list[torch.Tensor]] = []  # memory for pushes
         self._incoming: serve.Pending | None = None
-        self._versions: list[int] | None = None  # of the values that are installed
         self._fetched = arrays.on_host(self._parameters)
         for host, parameter in zip(self._fetched, self._parameters, strict=True):
             host.copy_(parameter.detach())
@@ -290,7 +289,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         for host, gradient in zip(buffers, pushed, strict=True):
             host.copy_(gradient)
         feedback: Any = False if self._feedback is None else self._feedback
-        codec, rules = self._codecs.at(min(self._versions or [0]))
+        codec, rules = self._codecs.at(min(self._versions))
         try:
             pending = self._server.push(
                 self._named(buffers),
@@ -348,7 +347,7 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         if incoming is None:
             return
         try:
-            self._versions = incoming.wait()
+            self._versions = incoming.wait()  # of the values that are installed
         except serve.Dialling:
             self._incoming = incoming  # which is made again
             raise
@@ -369,9 +368,8 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _await_warm_start(self, pushes: int, patience: float) -> None:
         """Waits while the first replica trains alone, as long as it makes progress."""
-        reached, deadline = -1, Deadline(patience)
-        while reached < pushes:
-            now = self._least_version()
+        reached, deadline = 0, Deadline(patience)
+        while (now := self._least_version()) < pushes:
             if now > reached:
                 reached, deadline = now, Deadline(patience)
             elif deadline.passed:

@@ -50,7 +50,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("elastic/test_join_listener.py", "elastic/test_silent_joiners.py"),
         *("elastic/test_job_end.py", "joining/test_hidden_secrets.py"),
     ),
-    "torch/_downpour": ("serve/test_downpour.py", "serve/test_downpour_codecs.py"),
+    "torch/_downpour": (
+        "serve/test_downpour_rules.py",
+        "serve/test_downpour.py",
+        "serve/test_downpour_codecs.py",
+    ),
     "torch/elastic/averaging.py": _ELASTIC,
     "torch/elastic/session.py": _ELASTIC,
     "torch/elastic/members.py": ("torch_elastic/test_elastic_decisions.py",),

@@ -170,8 +170,7 @@ class Session:
                 "of several batches, and clears them when a step begins; leave zero_grad() out"
             )
         self._has_backward: bool = True
-        if self._part.weight != 1:
-            loss = loss * self._part.weight
+        loss = loss * self._part.weight
         if not self._is_last:
             loss.backward()
             return
