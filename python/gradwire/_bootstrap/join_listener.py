@@ -350,7 +350,7 @@ class Backoff:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._taken, self._since = 0, 0.0
+        self._taken = 0
         self._seconds, self._until = 0.0, 0.0  # of the last pause
 
     @property

@@ -47,7 +47,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "elastic/test_silent_joiners.py",
     ),
     "_bootstrap/join_listener.py": (
-        *("elastic/test_join_listener.py", "elastic/test_silent_joiners.py"),
+        *("elastic/test_join_listener_rules.py", "elastic/test_join_listener.py"),
+        "elastic/test_silent_joiners.py",
         *("elastic/test_job_end.py", "joining/test_hidden_secrets.py"),
     ),
     "torch/_downpour": (
@@ -90,6 +91,20 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "_bootstrap/store_server.py",
         "os.eventfd_write(self._wake, 1) os.eventfd_write(self._wake, 2)",
     ): "any number makes the eventfd readable, and it is not written again",
+    (
+        "_bootstrap/join_listener.py",
+        "JOIN_REQUEST = MessageKind.VIEW, View(frozenset({0})) "
+        "JOIN_REQUEST = MessageKind.VIEW, View(frozenset({1}))",
+    ): "both ends have the same constant, whose bytes they compare",
+    (
+        "_bootstrap/join_listener.py",
+        "over = pack_message(MessageKind.OVER, View(frozenset({0}))) "
+        "over = pack_message(MessageKind.OVER, View(frozenset({1})))",
+    ): "nobody reads the view of this message",
+    (
+        "_bootstrap/join_listener.py",
+        "os.eventfd_write(self._wake, 1) os.eventfd_write(self._wake, 2)",
+    ): "any number makes the eventfd readable, and one read empties it",
     (
         "_calls/reductions.py",
         "return call._replace(finish=decode, feedback=None, keys=(), reduction=reduction, "
