@@ -65,9 +65,7 @@ class Averager:
         self._exchange: Exchange | None = None
         self._unconfirmed: Error | None = None  # the error of the barrier
         self._missing: list[set[torch.Tensor]] = []  # by bucket, parameters without gradient
-        self._next = 0  # bucket to submit
         self._listens = False
-        self._step = 0
         self._error: Exception | None = None
 
     def close(self) -> None:
@@ -90,7 +88,7 @@ class Averager:
             each.grad = None
         self._missing = [set(each) for each in self._of_buckets]
         self._error = self._unconfirmed = None
-        self._next, self._step = 0, step
+        self._next, self._step = 0, step  # the bucket to send next
 
     @property
     def has_gradients(self) -> bool:
