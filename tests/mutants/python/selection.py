@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 _PLANNER = (
-    *("planner/test_volumes.py", "planner/test_steps.py", "planner/test_tables.py"),
+    *("planner/test_exchanges.py", "planner/test_volumes.py", "planner/test_steps.py"),
+    "planner/test_tables.py",
     *("planner/test_advise.py", "--deselect=planner/test_advise.py::test_a_module_is_walked"),
 )
 _CALLS = tuple(

@@ -122,7 +122,7 @@ def test_ranks_that_share_cores_take_turns() -> None:
     """Work lasts longer, the hook's own is counted, and nothing is hidden behind backward."""
     net, alone = equal_layers(10, 1 << 10), cluster(link="100gbit,1us")
     parts = steps.buckets(net)
-    shared = replace(alone, turns=2.0, per_bucket=1e-3, overlaps=False, _models={}, _known={})
+    shared = replace(alone, turns=2.0, per_bucket=1e-3, overlaps=False)
     found = steps.synchronous(parts, 10.0, shared, "ring", "none")
     exchanged = sum(shared.seconds("ring", each, "none") for each in (4 << 20, 28 << 20, 8 << 20))
     copied = 2 * 2 * 40 * (1 << 20) * shared.base.parameters["gamma"]
@@ -135,7 +135,7 @@ def test_a_measured_model_keeps_its_links() -> None:
     here = Cluster(4, flat("1gbit,50us"), base, measured=True)
     assert here.model == base
     assert here.seconds("ring", 8 << 20, "none") > 1.4 * (8 << 20) * 5e-8
-    other = replace(here, measured=False, _models={}, _known={}).model.parameters
+    other = replace(here, measured=False).model.parameters
     assert (other["between.burst"], other["sharing"]) == (0, 1)
 
 

@@ -53,10 +53,8 @@ class Cluster:
     per_bucket: float = 0.0
     overlaps: bool = True
     measured: bool = False  # `base` was measured on these links, which the topology says otherwise
-    _known: dict[tuple[str, str, float], float] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _models: dict[str, CostModel] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[tuple[str, str, float], float] = field(init=False, default_factory=dict)
+    _models: dict[str, CostModel] = field(init=False, default_factory=dict)
 
     @property
     def per_host(self) -> int:
@@ -84,7 +82,7 @@ class Cluster:
 
     def of(self, ranks: int) -> Cluster:
         """The same cluster with fewer or more ranks."""
-        return replace(self, ranks=ranks, _known={}, _models={})
+        return replace(self, ranks=ranks)
 
     def at_rate(self, bits: float) -> Cluster:
         """The same cluster with other links between hosts, by closed forms, which are quick."""
@@ -94,7 +92,7 @@ class Cluster:
         inside = self.topology.inside
         text = None if inside is None else f"{inside / 1e6}mbit"
         there = flat(link, host.ranks, text)
-        return replace(self, topology=there, by_events=False, measured=False, _known={}, _models={})
+        return replace(self, topology=there, by_events=False, measured=False)
 
     def algorithms(self, codec: str) -> list[str]:
         """The algorithms that can average in a codec."""
@@ -115,7 +113,6 @@ class Cluster:
     def _at(self, algorithm: str, nbytes: float, codec: str) -> float:
         key = algorithm, codec, nbytes
         if key not in self._known:
-            most = _PLANNED_MESSAGES if self.by_events else 0
             share = usual_share(codec, self.ranks)
             self._known[key], _ = exchange.seconds(
                 algorithm,
@@ -124,7 +121,7 @@ class Cluster:
                 self.topology,
                 self._model_of(codec, share),
                 codec=codec,
-                most_messages=most,
+                most_messages=_PLANNED_MESSAGES * self.by_events,
             )
         return self._known[key]
 
