@@ -36,6 +36,7 @@ from gradwire._errors import RendezvousError, describe
 
 _ENTRY_BYTES = 128  # that a key costs beside its text and its value
 _COUNTER = 8  # bytes
+_PART = 1 << 16  # bytes that are read at a time
 _LOCK_SECONDS = 5.0  # for the lock of a folder, which another server holds for milliseconds
 _PAUSE_SECONDS = 0.02  # between two attempts to get it
 
@@ -206,7 +207,7 @@ class StoreServer:
 
     def _read(self, client: _Client) -> None:
         try:
-            part = client.sock.recv(1 << 16)
+            part = client.sock.recv(_PART)
         except BlockingIOError:
             return
         if not part or len(client.inbox) > MAX_KEY + 2 * MAX_VALUE:
@@ -274,12 +275,12 @@ class StoreServer:
         client.outbox += ANSWER.pack(status, len(value)) + value
 
     def _flush(self, client: _Client) -> None:
-        try:
-            sent = client.sock.send(client.outbox) if client.outbox else 0
-        except BlockingIOError:
-            sent = 0
-        del client.outbox[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outbox else 0)
+        if client.outbox:
+            with contextlib.suppress(BlockingIOError):
+                del client.outbox[: client.sock.send(client.outbox)]
+        events = selectors.EVENT_READ
+        if client.outbox:
+            events |= selectors.EVENT_WRITE
         self._selector.modify(client.sock, events, client)
 
     def _expire(self) -> None:
@@ -342,7 +343,7 @@ def _without_leftover(family: socket.AddressFamily, target: Any) -> Iterator[Non
     if family != socket.AF_UNIX or target.startswith("\0"):
         yield
         return
-    folder = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(os.path.dirname(target), os.O_DIRECTORY)
     try:
         _lock(folder, os.path.dirname(target))
         if _is_leftover(target):

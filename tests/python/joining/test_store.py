@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import os
@@ -12,13 +13,16 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import store as stores
 from gradwire._bootstrap import store_server
+from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.store import (
     MAX_KEY,
     MAX_LAST_WILL,
@@ -150,9 +154,12 @@ def test_what_waits_for_no_key_is_answered_within_the_margin(client: StoreClient
     assert client._sock.gettimeout() <= client._margin
 
 
-def test_get_gives_up_at_its_deadline_and_the_connection_lives(client: StoreClient) -> None:
+def test_get_gives_up_at_its_deadline_and_the_connection_lives(
+    server: StoreServer, client: StoreClient
+) -> None:
     with pytest.raises(TimeoutError, match=r"'never' within 0\.05 s"):
         client.get("never", 0.05)
+    assert not server._waiting  # nothing is kept of it
     client.set("k", b"v")
     assert client.get("k", 0) == b"v"
 
@@ -238,6 +245,133 @@ def test_too_long_keys_and_values_are_refused_before_they_travel(client: StoreCl
         client.set("k", bytes(MAX_VALUE + 1))
 
 
+def test_the_longest_key_travels(client: StoreClient) -> None:
+    client.set("k" * MAX_KEY, b"v")
+    assert client.get("k" * MAX_KEY, 0) == b"v"
+
+
+def test_a_key_that_is_no_text_is_a_key(server: StoreServer, client: StoreClient) -> None:
+    client._sock.sendall(struct.pack("<BHII", 1, 2, 1, 0) + b"\xff\xfev")
+    receive_answer(client._sock, Deadline(LIMIT))
+    client.set("k", b"v")
+
+
+@pytest.mark.parametrize(("much", "stays"), [(-(1 << 16), True), (3 << 16, False)])
+def test_who_sends_without_end_while_it_waits_fills_no_memory(
+    server: StoreServer, client: StoreClient, much: int, stays: bool
+) -> None:
+    other = connect(server)
+    other._sock.settimeout(LIMIT)
+    with contextlib.suppress(OSError):
+        other._sock.sendall(struct.pack("<BHII", 2, 1, 0, 60_000) + b"k")
+        other._sock.sendall(bytes(MAX_KEY + 2 * MAX_VALUE + much))
+    client.set("k", b"v")
+    with contextlib.suppress(ConnectionError):
+        assert bool(other._sock.recv(1)) == stays
+    other.close()
+
+
+def test_a_value_reaches_a_slow_reader_whole(server: StoreServer, client: StoreClient) -> None:
+    value = os.urandom(MAX_VALUE)
+    client.set("big", value)
+    slow = connect(server)
+    slow._sock.sendall(3 * (struct.pack("<BHII", 2, 3, 0, 0) + b"big"))
+    for _ in range(3):
+        client.set("k", b"v")  # others are served meanwhile
+        assert receive_answer(slow._sock, Deadline(LIMIT))[1] == value
+    slow.close()
+
+
+def test_the_thread_of_a_store_waits_for_nobody(
+    server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does it hold a program that ends, nor do its descriptors reach another."""
+    waits: list[float] = []
+    poll = server._authenticator.poll
+    monkeypatch.setattr(
+        server._authenticator, "poll", lambda wait: waits.append(wait) or poll(wait)
+    )
+    client.set("k", b"v")
+    client.set("k", b"v")
+    assert set(waits) == {0}
+    assert (server._thread.name, server._thread.daemon) == ("gradwire-store", True)
+    assert not os.get_inheritable(server._wake)
+
+
+def test_who_wants_something_else_is_refused(server: StoreServer) -> None:
+    hello = Hello("job", Purpose.STORE, epoch=0, source=-1)
+    server._check(hello, mock.Mock())
+    with pytest.raises(HandshakeError, match="wants something else"):
+        server._check(replace(hello, purpose=Purpose.JOIN), mock.Mock())
+
+
+def test_a_store_that_is_closed_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET) as server:
+        client = connect(server)
+        client.set("k", b"v")
+    client.close()
+    StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET).close()  # was never started
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("errors", "stays"),
+    [
+        ([None, None], 2),
+        ([errno.EADDRNOTAVAIL, None], 1),
+        ([None, errno.EADDRNOTAVAIL], 1),
+        ([errno.EADDRNOTAVAIL, errno.EADDRNOTAVAIL], 0),
+        ([None, errno.EADDRINUSE], 0),
+        ([errno.EADDRINUSE, None], 0),
+    ],
+)
+def test_a_store_listens_at_all_addresses_of_its_name_that_are_this_hosts(
+    errors: list[int | None], stays: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, (f"127.0.0.{i}", 0)) for i in (1, 2)]
+    listen, listeners = store_server._listen_at, list[socket.socket]()
+
+    def listen_at(family: Any, target: Any) -> socket.socket:
+        if (error := errors[found.index((family, target))]) is not None:
+            raise OSError(error, "no")
+        listeners.append(listen(family, target))
+        return listeners[-1]
+
+    monkeypatch.setattr(Address, "resolve", lambda _: found)
+    monkeypatch.setattr(store_server, "_listen_at", listen_at)
+    with contextlib.nullcontext() if stays else pytest.raises(RendezvousError, match="a port that"):
+        assert len(store_server._listen([Address("tcp", "here", 0)] * 2)) == stays
+    assert all((each.fileno() >= 0) == bool(stays) for each in listeners)
+    for each in listeners:
+        assert not stays or each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+        each.close()
+
+
+def test_a_socket_whose_queue_is_full_is_no_leftover(tmp_path: Path) -> None:
+    path = str(tmp_path / "busy")
+    with contextlib.ExitStack() as opened:
+        busy = opened.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(path)
+        busy.listen(0)
+        for _ in range(3):
+            queued = opened.enter_context(socket.socket(socket.AF_UNIX))
+            queued.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                queued.connect(path)
+        assert not store_server._is_leftover(path)
+
+
+def test_a_client_that_cannot_be_watched_is_closed(server: StoreServer) -> None:
+    one, other = socket.socketpair()
+    with one, other, mock.patch.object(server, "_selector") as selector:
+        selector.register.side_effect = OSError("no")
+        with pytest.raises(OSError, match="no"):
+            server._add_client(store_server._Client(one))
+        assert other.recv(1) == b""
+    assert not server._clients
+
+
 def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "MAX_TOTAL", 1000 + store_server._ENTRY_BYTES)
     client.set("a", bytes(990))
@@ -245,6 +379,9 @@ def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RendezvousError, match="full"):
         client.set("b", bytes(10))
     assert client.get("a", 1) == bytes(995)
+    client.set("a", bytes(999))  # and a byte of the key
+    with pytest.raises(RendezvousError, match="full"):
+        client.set("a", bytes(1000))
 
 
 def test_many_small_keys_fill_a_store_too(
