@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch_ranks
 from gradwire.codec import OneBit
 from gradwire.torch import Compression, Stages, register, stats
-from gradwire.torch.exchange.rules import Rules
+from gradwire.torch.exchange.rules import Rules, is_at_least_16_bits, is_sparse
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import (
@@ -58,6 +58,72 @@ def test_stages_change_at_their_steps() -> None:
     assert repr(stages) == "Stages((0, 'none'), (5, 'fp16'), (7, 'onebit'))"
 
 
+def test_parameters_of_no_elements_are_not_small_where_nothing_is() -> None:
+    assert Rules("onebit").codec("empty", 0, 0) == "onebit"
+
+
+class Unhashable(gradwire.codec.Codec):
+    """A codec that no dict takes."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def encode(self, x: Any) -> bytes:
+        return bytes(x)
+
+    def decode(self, payload: memoryview, count: int) -> Any:
+        return payload
+
+
+def test_parameters_of_a_codec_travel_together() -> None:
+    """Two codecs of a program's own are two, even if they are alike."""
+    one, other = Unhashable(), Unhashable()
+    rules = Rules("fp16", [("a*", one), ("b*", other)])
+    gradients = [torch.zeros(3)] * 4
+    names = ["a1", "c", "b", "a2"]
+    found = rules.groups(names, gradients, 0)
+    assert [(id(codec), indices) for codec, indices in found] == [
+        *((id(one), [0, 3]), (id("fp16"), [1]), (id(other), [2]))
+    ]
+    assert rules.groups(names, gradients, 1) is found  # found once
+    changing = Rules(Stages((0, "none"), (1, "fp16")))
+    assert [changing.groups(["a"], gradients[:1], step)[0][0] for step in (0, 1, 0)] == [
+        *("none", "fp16", "none")
+    ]
+
+
+def test_rules_know_what_they_may_lose() -> None:
+    asked: list[int] = []
+    plain, rounded, biased = (Rules(each) for each in ("none", "fp16", "onebit"))
+    changing = Rules(lambda step: asked.append(step) or "none")  # type: ignore[func-returns-value]
+    assert asked == [0]  # checked
+    rules = (plain, rounded, biased, changing)
+    assert [each.compresses for each in rules] == [False, True, True, True]
+    assert [each.needs_feedback for each in rules] == [False, False, True, True]
+    assert [each.lossy for each in rules] == [None, "fp16", "onebit", None]
+    assert [each.biased(0) for each in rules] == [None, None, "onebit", None]
+    staged = Rules("fp16", [("a", Stages((0, "none"), (5, "int8")))])
+    assert staged.codecs(0) == staged.codecs(9) == ["none", "int8", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "sparse", "wide"),
+    [
+        ("none", False, True),
+        ("fp16", False, True),
+        ("bf16", False, True),
+        ("int8", False, False),
+        ("topk:density=0.1", True, False),
+        ("threshold", True, False),
+        (Unhashable(), False, False),
+    ],
+)
+def test_codecs_are_sparse_or_wide_by_their_kind(codec: Any, sparse: bool, wide: bool) -> None:
+    assert (is_sparse(codec), is_at_least_16_bits(codec)) == (sparse, wide)
+
+
 def test_a_function_is_asked_once_a_step() -> None:
     rules = Rules(lambda step: OneBit(block=64 + 64 * step))
     asked = [("a", 0), ("b", 0), ("a", 1)]
@@ -77,13 +143,21 @@ def test_warm_up_thins_out_by_quarters() -> None:
     found = [ramp(step) for step in (0, 3, 4, 13, 14, 24, 34, 44, 1000)]
     densities = ["0.25", "0.25", "0.0625", "0.015625", "0.00390625", "0.001", "0.001"]
     assert found == ["none", "none", *(f"topk:density={each}" for each in densities)]
-    assert Stages.sparse(0.5, every=1)(0) == "topk:density=0.5"
+    for density in (0.5, 0.25, 1):
+        assert Stages.sparse(density, every=1)(0) == f"topk:density={density}"
+    assert repr(Stages.sparse(every=1)) == repr(Stages.sparse(0.001, every=1))
 
 
 NAN = float("nan")
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Stages.sparse, {"density": 0.0, "every": 1}, "density=0.0 is not from above 0 to 1"),
     (Stages.sparse, {"density": NAN, "every": 1}, "density=nan is not from"),
+    (Stages.sparse, {"density": 1.5, "every": 1}, "density=1.5 is not from"),
+    (Rules, {"codec": "none", "min_elements": 1 << 64}, "min_elements="),
+    (lambda: Stages((0, "none"), (1 << 64, "int8")), {}, "step="),
+    (lambda: Stages((0, "none"), (5, "fp17")), {}, "fp17"),
+    (Rules, {"codec": OneBit}, "codec="),
+    (Rules, {"codec": 5}, "codec=5"),
     (Stages.sparse, {"density": "0.1", "every": 1}, "density='0.1' is of type str"),
     (Stages.sparse, {"every": 0}, "every=0 is less than 1"),
     (Stages.sparse, {"every": 1.5}, "every=1.5 is of type float"),

@@ -88,10 +88,8 @@ class Rules:
         self._min_elements = arguments.whole(min_elements, "min_elements", least=0, bits=64)
         self._choices: dict[str, CodecChoice] = {}
         self._groups: dict[tuple[str, ...], list[tuple[CodecLike, list[int]]]] = {}
-        self._step, self._codecs_now = (
-            -1,
-            dict[int, CodecLike](),
-        )  # results of functions for that step
+        self._step: int | None = None
+        self._codecs_now: dict[int, CodecLike] = {}  # results of functions for that step
         self._static = [each for _, each in self._rules if isinstance(each, CodecLike)]
         self._varies = len(self._static) < len(self._rules)  # whether groups change with the step
         biased = [is_biased(codec_at(each, 0)) for _, each in self._rules]
