@@ -14,7 +14,10 @@ _ELASTIC = tuple(
     f"torch_elastic/test_elastic_{each}.py"
     for each in ("session", "commits", "errors", "random", "rates", "training")
 )
-_FEEDBACK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("feedback", "amp", "saved"))
+_FEEDBACK = (
+    "torch_hook/test_scales.py",
+    *(f"torch_hook/test_torch_{each}.py" for each in ("feedback", "amp", "saved")),
+)
 _HOOK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("hook", "failures", "features"))
 
 _COMPRESSED = "torch_backend/test_compressed_groups.py"
@@ -60,7 +63,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/elastic/averaging.py": ("torch_elastic/test_elastic_averager.py", *_ELASTIC),
     "torch/elastic/session.py": _ELASTIC,
     "torch/elastic/members.py": ("torch_elastic/test_elastic_decisions.py",),
-    "torch/exchange/buckets.py": _HOOK,
+    "torch/exchange/buckets.py": ("torch_hook/test_scales.py", *_HOOK),
     "torch/exchange/gradient_scale.py": _FEEDBACK,
     "torch/ddp/guard.py": ("torch_hook/test_torch_guard.py",),
     "torch/ddp/momentum.py": ("torch_hook/test_torch_momentum.py",),

@@ -57,7 +57,6 @@ class ResidualState:
         self._ranks = ranks
         # Of the step under way:
         self._step = 0  # its number, by which rules choose codecs
-        self._loss_scale = 1.0
         self._paused = False
 
     @property
