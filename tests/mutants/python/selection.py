@@ -43,7 +43,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_calls/options.py": _CALLS,
     "_calls/work.py": _CALLS,
     "_bootstrap/connect.py": tuple(
-        f"joining/test_{each}.py" for each in ("rendezvous", "interfaces", "rdma", "shortages")
+        f"joining/test_{each}.py"
+        for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages")
     ),
     "_bootstrap/store": ("joining/test_store.py",),
     "_bootstrap/authenticator.py": (
