@@ -77,7 +77,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/ddp/steps.py": _HOOK,
     "torch/backend/collectives.py": (*_backend("collectives", "views"), _COMPRESSED),
     "torch/backend/mailbox.py": ("torch_backend/test_mailbox.py", *_backend("messages", "blame")),
-    "torch/backend/operations.py": _backend("works", "called_from_cpp", "messages", "failures"),
+    "torch/backend/operations.py": (
+        "torch_backend/test_operations.py",
+        *_backend("works", "called_from_cpp", "messages", "failures"),
+    ),
     "torch/backend/point_to_point.py": _backend("messages", "views"),
     "torch/backend/staging.py": (*_backend("views", "collectives"), _COMPRESSED),
     "lab/planner/advice.py": _PLANNER,
