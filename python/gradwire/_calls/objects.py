@@ -151,7 +151,7 @@ def _refused(text: str) -> _Pickled:
 
 
 def _text(data: NDArray[np.uint8]) -> str:
-    return data.tobytes().decode(errors="replace")
+    return data.tobytes().decode()
 
 
 def _gather_sizes(comm: CommunicatorLike, own: _Pickled, deadline: Deadline) -> list[int]:

@@ -93,7 +93,7 @@ def _read(head: NDArray[np.int64]) -> _Head:
     names = _NAME_BYTES // 8
     dimensions = int(head[names])
     shape = tuple(head[names + 1 :][:dimensions].tolist())
-    return _Head(head[:names].tobytes().rstrip(b"\0").decode(errors="replace"), shape)
+    return _Head(head[:names].tobytes().rstrip(b"\0").decode(), shape)
 
 
 def _shapes(name: str, heads: NDArray[np.int64]) -> list[tuple[int, ...]]:

@@ -91,6 +91,18 @@ def test_what_cannot_be_pickled_is_an_error_on_all_ranks(name: str) -> None:
     assert_all_refuse_and_go_on(outcomes(3, body), words)
 
 
+def test_rank_0_is_the_root_unless_another_is_given() -> None:
+    def body(comm: Communicator) -> tuple[Any, ...]:
+        mine = comm.rank + 5
+        return (
+            comm.broadcast_object(mine),
+            comm.gather_object(mine),
+            comm.scatter_object([mine, mine + 1]),
+        )
+
+    assert run(2, body) == [(5, [5, 6], 5), (5, None, 6)]
+
+
 class Unspeakable:
     """Cannot be pickled, for a reason that UTF-8 has no bytes for."""
 
