@@ -74,7 +74,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "torch_hook/test_torch_rules.py",
         "torch_hook/test_torch_defaults.py",
     ),
-    "torch/ddp/steps.py": _HOOK,
+    "torch/ddp/steps.py": ("torch_hook/test_hook_steps.py", *_HOOK),
     "torch/backend/collectives.py": (*_backend("collectives", "views"), _COMPRESSED),
     "torch/backend/mailbox.py": ("torch_backend/test_mailbox.py", *_backend("messages", "blame")),
     "torch/backend/operations.py": (

@@ -35,7 +35,8 @@ class PlannedBucket:
 def buckets(network: Network, most: int = _BUCKET) -> list[PlannedBucket]:
     """The buckets of a model, in the order in which backward fills them."""
     whole = network.flops or 1.0
-    found: list[PlannedBucket] = []
+    found: list[tuple[Layer, ...]] = []
+    ready: list[float] = []
     waiting: list[Layer] = []
     done = filled = 0.0
     limit = _FIRST_BUCKET
@@ -46,16 +47,15 @@ def buckets(network: Network, most: int = _BUCKET) -> list[PlannedBucket]:
         waiting.append(layer)
         filled += 4.0 * layer.parameters
         if filled >= limit:
-            found.append(PlannedBucket(tuple(waiting), done / whole))
+            found.append(tuple(waiting))
+            ready.append(done / whole)
             waiting, filled, limit = [], 0.0, most
     if waiting:
-        found.append(PlannedBucket(tuple(waiting), 1.0))
-    if found:
-        found[-1] = PlannedBucket(found[-1].layers, 1.0)
+        found.append(tuple(waiting))
     ends = _sensitive(network)
     return [
-        PlannedBucket(each.layers, each.ready, tuple(x for x in each.layers if x in ends))
-        for each in found
+        PlannedBucket(layers, at, tuple(each for each in layers if each in ends))
+        for layers, at in zip(found, [*ready[: len(found) - 1], 1.0], strict=False)
     ]
 
 
