@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from gradwire import _core
@@ -492,6 +494,28 @@ def test_refusals_are_logged_once_per_address_and_minute(caplog: pytest.LogCaptu
         "192.0.2.7",
         "192.0.2.8",
     ]
+
+
+def test_a_minute_ends_with_its_last_second_and_a_crowd_is_not_kept() -> None:
+    now = 0.0
+    log = RefusalLog(clock=lambda: now)
+    assert log._is_due("a")
+    now = 59.9
+    assert not log._is_due("a")
+    now = 60.0
+    assert log._is_due("a")
+    assert [log._is_due(str(each)) for each in range(1024)] == [True] * 1023 + [False]
+    now = 120.0
+    assert log._is_due("the next")
+    assert log._last.keys() == {"the next"}
+
+
+def test_a_client_that_is_gone_again_is_no_shortage(listener: Listener) -> None:
+    authenticator = listener.authenticator
+    gone = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.ECONNABORTED, "gone")))
+    authenticator._accept(gone)
+    assert authenticator.shortage is None
+    assert not authenticator._paused
 
 
 def test_all_authenticators_of_a_process_share_one_log(caplog: pytest.LogCaptureFixture) -> None:

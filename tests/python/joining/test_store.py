@@ -256,19 +256,24 @@ def test_a_key_that_is_no_text_is_a_key(server: StoreServer, client: StoreClient
     client.set("k", b"v")
 
 
-@pytest.mark.parametrize(("much", "stays"), [(-(1 << 16), True), (3 << 16, False)])
+@pytest.mark.parametrize("drops", [False, True])
 def test_who_sends_without_end_while_it_waits_fills_no_memory(
-    server: StoreServer, client: StoreClient, much: int, stays: bool
+    server: StoreServer, client: StoreClient, drops: bool
 ) -> None:
-    other = connect(server)
-    other._sock.settimeout(LIMIT)
-    with contextlib.suppress(OSError):
+    most = MAX_KEY + 2 * MAX_VALUE
+    sent = most + 3 * store_server._PART if drops else most
+    with contextlib.closing(connect(server)) as other:
+        other._sock.settimeout(LIMIT)
         other._sock.sendall(struct.pack("<BHII", 2, 1, 0, 60_000) + b"k")
-        other._sock.sendall(bytes(MAX_KEY + 2 * MAX_VALUE + much))
-    client.set("k", b"v")
-    with contextlib.suppress(ConnectionError):
-        assert bool(other._sock.recv(1)) == stays
-    other.close()
+        with contextlib.suppress(ConnectionError):
+            other._sock.sendall(bytes(sent))
+        if drops:
+            with contextlib.suppress(ConnectionError):
+                assert other._sock.recv(1) == b""
+        else:
+            eventually(lambda: sent in [len(each.inbox) for each in list(server._clients)])
+            client.set("k", b"v")
+            assert receive_answer(other._sock, Deadline(LIMIT))[1] == b"v"
 
 
 def test_a_value_reaches_a_slow_reader_whole(server: StoreServer, client: StoreClient) -> None:
@@ -531,6 +536,45 @@ def test_a_store_under_a_name_that_is_not_there_hints_at_loopback(
             with pytest.raises(RendezvousError, match="is rank 0 running") as caught:
                 StoreClient(Address("tcp", host, port), "job", SECRET, Deadline(0.01))
             assert ("Does node0 mean loopback on rank 0's host?" in str(caught.value)) == hint
+
+
+def test_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, ("127.0.0.1", port)) for port in (1, 2, 3)]
+    tried: list[int] = []
+
+    def dial(_: Any, target: Any, __: float) -> Any:
+        tried.append(target[1])
+        raise ValueError("enough") if len(tried) == 7 else ConnectionRefusedError
+
+    monkeypatch.setattr(Address, "resolve", lambda _: found)
+    monkeypatch.setattr(stores, "dial", dial)
+    monkeypatch.setattr(stores, "_RETRY", 0.001)
+    with pytest.raises(ValueError, match="enough"):
+        StoreClient(Address("tcp", "here", 1), "job", SECRET, Deadline(LIMIT))
+    assert tried == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_store_that_has_ended_is_gone() -> None:
+    server = StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET).start()
+    client = connect(server)
+    assert not client.gone()
+    client.wait_closed(0.01)  # returns
+    assert not client.gone()
+    server.close()
+    client.wait_closed(LIMIT)
+    assert client.gone()
+    client.close()
+
+
+def test_a_client_whose_answer_is_awaited_connects_to_a_store_that_is_there(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connects = mock.Mock(side_effect=ConnectionRefusedError("gone"))
+    monkeypatch.setattr(client, "_connect", connects)
+    client._interrupted.append(client._sock)
+    with pytest.raises(RendezvousError, match="gone"):
+        client.set("k", b"v")
+    assert connects.call_args.kwargs == {"listens": True}
 
 
 def test_a_client_may_come_before_its_store() -> None:
