@@ -21,6 +21,7 @@ _FEEDBACK = (
 _HOOK = tuple(f"torch_hook/test_torch_{each}.py" for each in ("hook", "failures", "features"))
 
 _COMPRESSED = "torch_backend/test_compressed_groups.py"
+_STAGING = "torch_backend/test_staging.py"
 
 
 def _backend(*names: str) -> tuple[str, ...]:
@@ -66,7 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/elastic/members.py": ("torch_elastic/test_elastic_decisions.py",),
     "torch/exchange/buckets.py": ("torch_hook/test_scales.py", *_HOOK),
     "torch/exchange/gradient_scale.py": _FEEDBACK,
-    "torch/ddp/guard.py": ("torch_hook/test_torch_guard.py",),
+    "torch/ddp/guard.py": ("torch_hook/test_guard_rules.py", "torch_hook/test_torch_guard.py"),
     "torch/ddp/momentum.py": ("torch_hook/test_torch_momentum.py",),
     "torch/ddp/repacking.py": ("torch_hook/test_torch_saved.py", *_HOOK),
     "torch/exchange/residual_state.py": _FEEDBACK,
@@ -75,14 +76,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "torch_hook/test_torch_defaults.py",
     ),
     "torch/ddp/steps.py": ("torch_hook/test_hook_steps.py", *_HOOK),
-    "torch/backend/collectives.py": (*_backend("collectives", "views"), _COMPRESSED),
+    "torch/backend/collectives.py": (_STAGING, *_backend("collectives", "views"), _COMPRESSED),
     "torch/backend/mailbox.py": ("torch_backend/test_mailbox.py", *_backend("messages", "blame")),
     "torch/backend/operations.py": (
         "torch_backend/test_operations.py",
         *_backend("works", "called_from_cpp", "messages", "failures"),
     ),
     "torch/backend/point_to_point.py": _backend("messages", "views"),
-    "torch/backend/staging.py": (*_backend("views", "collectives"), _COMPRESSED),
+    "torch/backend/staging.py": (_STAGING, *_backend("views", "collectives"), _COMPRESSED),
     "lab/planner/advice.py": _PLANNER,
     "lab/planner/exchanges.py": _PLANNER,
     "lab/planner/judgement.py": _PLANNER,
