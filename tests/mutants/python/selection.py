@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 _PLANNER = (
-    *("planner/test_exchanges.py", "planner/test_volumes.py", "planner/test_steps.py"),
+    *("planner/test_advise_rules.py", "planner/test_exchanges.py"),
+    *("planner/test_volumes.py", "planner/test_steps.py"),
     "planner/test_tables.py",
     *("planner/test_advise.py", "--deselect=planner/test_advise.py::test_a_module_is_walked"),
 )
@@ -68,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/exchange/buckets.py": ("torch_hook/test_scales.py", *_HOOK),
     "torch/exchange/gradient_scale.py": _FEEDBACK,
     "torch/ddp/guard.py": ("torch_hook/test_guard_rules.py", "torch_hook/test_torch_guard.py"),
-    "torch/ddp/momentum.py": ("torch_hook/test_torch_momentum.py",),
+    "torch/ddp/momentum.py": ("torch_hook/test_velocities.py", "torch_hook/test_torch_momentum.py"),
     "torch/ddp/repacking.py": ("torch_hook/test_torch_saved.py", *_HOOK),
     "torch/exchange/residual_state.py": _FEEDBACK,
     "torch/exchange/rules.py": (
