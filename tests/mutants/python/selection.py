@@ -70,7 +70,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/exchange/gradient_scale.py": _FEEDBACK,
     "torch/ddp/guard.py": ("torch_hook/test_guard_rules.py", "torch_hook/test_torch_guard.py"),
     "torch/ddp/momentum.py": ("torch_hook/test_velocities.py", "torch_hook/test_torch_momentum.py"),
-    "torch/ddp/repacking.py": ("torch_hook/test_torch_saved.py", *_HOOK),
+    "torch/ddp/repacking.py": (
+        *("torch_hook/test_repacking.py", "torch_hook/test_torch_saved.py"),
+        *_HOOK,
+    ),
     "torch/exchange/residual_state.py": _FEEDBACK,
     "torch/exchange/rules.py": (
         "torch_hook/test_torch_rules.py",

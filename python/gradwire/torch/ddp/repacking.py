@@ -31,7 +31,6 @@ class BucketRepacker:
     """Turns a step's DDP buckets into those that travel, and copies the averages back."""
 
     def __init__(self) -> None:
-        self._step = 0  # of the training, over all its jobs
         self._target: Layout = ()  # in which this step's buckets travel; empty for DDP's own
         self._loaded: Layout = ()  # of a saved state, until DDP has the same
         self._resumed = False  # from a saved state, and DDP may still rebuild its buckets
@@ -54,7 +53,7 @@ class BucketRepacker:
 
     def begin_step(self, step: int) -> None:
         """Begins a step; `step` counts those of the whole training."""
-        self._step = step
+        self._step = step  # of the training, over all its jobs
         self._target = self._first if step < _FIRST_STEPS else self._loaded
 
     @property
