@@ -125,6 +125,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "is_late=True)",
     ): "without feedback= nobody reads the keys",
     (
+        "_calls/variable.py",
+        "made = np.zeros(_NAME_BYTES // 8 + 1 + _MOST_DIMENSIONS, np.int64) "
+        "made = np.zeros(_NAME_BYTES // 8 + 2 + _MOST_DIMENSIONS, np.int64)",
+    ): "one number more travels, and nobody reads it",
+    (
         "torch/elastic/session.py",
         "least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait) "
         "least, wait = (1, 1.0) if self._ending else (self._min_ranks, self._wait)",

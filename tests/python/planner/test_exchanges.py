@@ -201,6 +201,8 @@ def test_layers_without_parameters_are_in_no_bucket_but_take_time() -> None:
     assert steps.buckets(net(relu)) == []
     two = steps.buckets(net(relu, matrix(512, 512), matrix(600, 512), relu), most=4)
     assert two[0].ready == pytest.approx((1000 + 2 * 600 * 512) / (2000 + 2 * 1112 * 512))
+    assert [len(each.layers) for each in two] == [1, 1]
+    assert two[1].ready == 1
     free = replace(matrix(2, 2), flops=0.0)
     assert steps.buckets(net(free))[0].ready == 1
 
@@ -242,6 +244,14 @@ def test_a_step_is_at_least_its_parts(overlaps: bool) -> None:
     for alone in (cluster(1, per_bucket=1e-3), replace(here, ranks=1)):
         assert steps.synchronous(PARTS, 0.02, alone, "ring", "onebit").step == 0.02
         assert steps.local(PARTS, 0.02, alone, "ring", "onebit", 5).step == 0.02
+
+
+def test_work_that_hides_no_exchange_takes_its_time() -> None:
+    here = Cluster(4, flat("1000gbit,1us"), CostModel(), per_bucket=0.5, by_events=False)
+    found = steps.synchronous(PARTS, 100.0, here, "ring", "none")
+    sent = [each for part in PARTS for each in payloads(part.layers, part.sensitive, "none")]
+    assert len(sent) > 1
+    assert found.step == pytest.approx(100 + sum(map(here.work, sent)))
 
 
 def test_gradients_are_there_during_the_backward_that_is_two_thirds_of_computing() -> None:
