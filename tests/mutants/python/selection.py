@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _PLANNER = (
-    *("planner/test_advise_rules.py", "planner/test_exchanges.py"),
+    *("planner/test_advise_rules.py", "planner/test_exchanges.py", "planner/test_judgements.py"),
     *("planner/test_volumes.py", "planner/test_steps.py"),
     "planner/test_tables.py",
     *("planner/test_advise.py", "--deselect=planner/test_advise.py::test_a_module_is_walked"),
@@ -13,7 +13,7 @@ _CALLS = tuple(
 )
 _ELASTIC = tuple(
     f"torch_elastic/test_elastic_{each}.py"
-    for each in ("session", "commits", "errors", "random", "rates", "training")
+    for each in ("session", "share", "commits", "errors", "random", "rates", "training")
 )
 _FEEDBACK = (
     "torch_hook/test_scales.py",
