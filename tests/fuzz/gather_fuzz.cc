@@ -6,7 +6,7 @@
 
 #include "fuzz.h"
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/exec/compound/gather_reduce.h"
+#include "gradwire/exec/program/cpu_device.h"
 
 namespace gradwire::fuzz {
 namespace {
@@ -38,8 +38,9 @@ void gather(Input& input) {
   call.codec = codec::make_codec(kCodecs[input.number<std::uint8_t>() % kCodecs.size()]);
   call.algorithm = "gather";
   call.inputs = call.outputs = arrays;
-  exec::GatherReduce gather;
-  gather.bind(call, 0, 2);
+  call.size = 2;
+  exec::CpuDevice gather;
+  gather.bind(call, exec::decide(call, /*feeds_back=*/false));
 
   const exec::Request* lengths = gather.next({});
   std::array<std::uint64_t, 2> header{};  // length, flag

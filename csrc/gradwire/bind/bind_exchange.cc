@@ -9,7 +9,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/codec/feedback/residuals.h"
-#include "gradwire/exec/compound/exchange.h"
+#include "gradwire/exec/program/cpu_device.h"
 #include "gradwire/exec/execution/feedback_view.h"
 
 namespace gradwire::bind {

@@ -15,7 +15,7 @@
 #include "gradwire/base/fork.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/exec/communicator.h"
-#include "gradwire/exec/compound/exchange.h"
+#include "gradwire/exec/program/cpu_device.h"
 
 namespace gradwire::bind {
 

@@ -5,7 +5,7 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// exec/compound/lowrank_reduce.h drives this. Here is what one rank computes between the sums,
+// exec/program/program.h drives this. Here is what one rank computes between the sums,
 // besides the kernels of codec/factors.h.
 #pragma once
 

@@ -135,9 +135,9 @@ void Room::release(void* data) noexcept {
   (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data);
 }
 
-std::byte* Room::take(std::size_t bytes, bool captured) {
+std::byte* Room::take(std::size_t bytes, const CallStream& stream) {
   if (bytes <= bytes_) return data_;
-  if (captured)
+  if (stream.is_captured())
     throw InvalidArgument(
         "a call that is captured in a CUDA graph can't allocate: make the same call "
         "once before the capture begins");

@@ -33,6 +33,15 @@ void check(const Api& api, Status status, const char* what);
 // Returns 0 where the stream is not being captured in a graph, else a number of the capture.
 std::uint64_t capture_of(const Api& api, Stream stream);
 
+// A stream on which a call is enqueued, and the capture (capture_of()) that it is part of.
+struct CallStream {
+  Stream stream = nullptr;
+  std::uint64_t capture = 0;
+
+  bool is_captured() const noexcept { return capture != 0; }
+  operator Stream() const noexcept { return stream; }
+};
+
 // Makes `device` this thread's, and restores the thread's device in the end, unless this process
 // has not yet begun to use that one: restoring it would then initialise it, which takes hundreds of
 // megabytes there.
@@ -76,8 +85,8 @@ class Room {
   ~Room();
 
   // Returns at least `bytes` bytes, which are undefined where the Room had fewer before. Throws
-  // InvalidArgument where it would have to grow for a call that is `captured`.
-  std::byte* take(std::size_t bytes, bool captured = false);
+  // InvalidArgument where it would have to grow for a call on a stream that is captured.
+  std::byte* take(std::size_t bytes, const CallStream& stream = {});
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return bytes_; }
 

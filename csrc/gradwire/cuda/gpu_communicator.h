@@ -12,36 +12,12 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <string>
 #include <vector>
 
-#include "gradwire/cuda/gpu_feedback.h"
-#include "gradwire/cuda/gpu_operation.h"
-#include "gradwire/exec/execution/key_offsets.h"
+#include "gradwire/cuda/gpu_device.h"
 
 namespace gradwire::cuda {
-
-class GatherReduce;
-class LowRankReduce;
-class NativeCall;
-
-// A call that is being enqueued.
-struct Call {
-  const exec::Request* request = nullptr;
-  Stream stream = nullptr;
-  bool captured = false;
-  std::vector<std::uint64_t> counts;  // exec::extent_counts
-  const Codec* codec = nullptr;       // of the payloads; null where there are none
-  std::byte* scratch = nullptr;       // the codec's
-  std::uint32_t* flags = nullptr;
-  Feedback* feedback = nullptr;
-  const Feedback::Table* table = nullptr;       // with feedback
-  std::vector<exec::KeyOffset> keys;            // with feedback: key and offset of each extent
-  std::vector<ExtentFeedback> extent_feedback;  // of each extent
-};
 
 class Communicator {
  public:
@@ -62,23 +38,18 @@ class Communicator {
   // ignored, and `feedback` is used. Throws InvalidArgument and ScheduleError as a call on the CPU
   // does, before anything is enqueued; and what the messages throw, which every later call throws
   // again.
-  void run(const exec::Request& request, Feedback* feedback, Stream stream);
+  void run(exec::Request request, Feedback* feedback, Stream stream);
 
-  // Where a call is enqueued.
-  struct Place {
-    Stream stream = nullptr;
-    std::uint64_t capture = 0;  // of the stream (cuda::capture_of)
-    Event end = nullptr;        // recorded at the call's end, outside of captures; null: an own one
-  };
-  // Does the same for a request that require_valid() has accepted, on a thread whose device is the
-  // setting's. `end` must stay until another call has ended.
-  void enqueue(const exec::Request& request, Feedback* feedback, const Place& place);
-
-  // Throws what run() would throw for an invalid request, and does nothing else.
-  void require_valid(const exec::Request& request, const Feedback* feedback);
+  // The same in two steps, on a thread whose device is the setting's. require_valid() sets the
+  // request's rank and size, and throws what run() would throw for an invalid request. enqueue()
+  // records `end` at the call's end, outside of captures; it must stay until another call has
+  // ended. Null: an event of its own.
+  exec::Decision require_valid(exec::Request& request, const Feedback* feedback);
+  void enqueue(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
+               const CallStream& stream, Event end = nullptr);
 
   // Returns, and clears, the Flag bits of the calls that are over, however many.
-  std::uint32_t take_flags();
+  std::uint32_t take_flags() { return calls_.take_flags(); }
 
   // Decides by this model from now on. The ranks must agree.
   void set_model(schedule::CostModel model) { plans_.set_model(std::move(model)); }
@@ -94,47 +65,15 @@ class Communicator {
   void abort() noexcept { messages_->abort(); }
 
  private:
-  friend class GatherReduce;
-  friend class LowRankReduce;
-  friend class NativeCall;
-
-  void begin(Call& call);
-  void bind_feedback(Call& call);
-  void bind_keys(Call& call);
-  exec::Request chosen(const exec::Request& request) const;
-  void run_at_once(Call& call);
-  void deliver_residuals(const Call& call, const exec::BufferMap& buffer_map);
-  void check_results(const Call& call, const exec::BufferMap& buffer_map);
-  void prepare(const Call& call, std::span<std::byte* const> extents);
-  void adapt(const Call& call);
-  void count_sent();
-  // Ends a call with feedback. `shared`: all ranks have all results, and so the same flags.
-  void settle(const Call& call, bool shared, bool remembers = false);
-  void vote_finite(const Call& call);
-  void poison(const Call& call);
-  const Codec* codec_for(const std::shared_ptr<const codec::Codec>& codec);
-
   const Api& api_;
   const Setting setting_;
   std::unique_ptr<Messages> messages_;
   exec::PlanCache plans_;
-  Operation main_, vote_;
-  Room flags_room_, own_key_states_, codec_scratch_, told_room_;
-  std::uint32_t* flags_ = nullptr;
-  // Pinned. The flags of all calls since take_flags(): bits that the device has just set may come
-  // again, and none is lost.
-  std::uint32_t* told_ = nullptr;
-  std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
+  GpuDevice calls_;
   OwnedEvent last_, last_captured_;
   Event latest_ = nullptr;          // at the last call's end; null: there was none
   std::uint64_t last_capture_ = 0;  // the capture of last_captured_
-  std::uint64_t operations_ = 0;
   std::atomic<std::uint64_t> sent_{0};
-  Call call_;
-  std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
-  std::unique_ptr<GatherReduce> gather_;
-  std::unique_ptr<LowRankReduce> lowrank_;
-  std::unique_ptr<NativeCall> native_;
 };
 
 }  // namespace gradwire::cuda

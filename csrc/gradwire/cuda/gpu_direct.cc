@@ -26,12 +26,13 @@ bool DirectExchange::can_run(const Execution::Call& call, const Messages& messag
          spec.collective == Collective::kAllReduce;
 }
 
-void DirectExchange::run(const Execution::Call& call, Messages& messages, Stream stream) {
+void DirectExchange::run(const Execution::Call& call, Messages& messages,
+                         const CallStream& stream) {
   find_chunks(*call.plan);
   list_runs(call);
   if (chunk_bytes_ == 0) return;
-  std::byte* const all = payloads_.take(chunk_bytes_ * at(size_), call.captured);
-  received_.take(chunk_bytes_ * at(size_), call.captured);
+  std::byte* const all = payloads_.take(chunk_bytes_ * at(size_), stream);
+  received_.take(chunk_bytes_ * at(size_), stream);
   const float factor = static_cast<float>(1.0 / call.plan->divisor());
   NativeCollective step{Collective::kAllToAll, DType::kUInt8, ReduceOp::kSum, 0, all,
                         received_.data(),      chunk_bytes_};

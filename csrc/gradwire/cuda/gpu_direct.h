@@ -19,7 +19,7 @@ class DirectExchange {
   // Returns whether run() can take the place of Execution::run(). The same on all ranks.
   bool can_run(const Execution::Call& call, const Messages& messages) const;
   // Throws what the messages throw; then the results are undefined.
-  void run(const Execution::Call& call, Messages& messages, Stream stream);
+  void run(const Execution::Call& call, Messages& messages, const CallStream& stream);
   // Returns how many bytes were posted so far for other ranks; chunks count whole.
   std::uint64_t sent() const noexcept { return sent_; }
 

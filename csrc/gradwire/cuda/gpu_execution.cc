@@ -24,7 +24,7 @@ bool is_wide(const Part& part) { return part.wide.place != WideFold::kNone; }
 
 }  // namespace
 
-void Execution::run(const Call& call, Messages& messages, Stream stream) {
+void Execution::run(const Call& call, Messages& messages, const CallStream& stream) {
   call_ = call;
   messages_ = &messages;
   stream_ = stream;
@@ -70,8 +70,8 @@ void Execution::reserve() {
       for (const Frame& frame : frames) bytes += aligned(frame_bytes(frame));
     half_bytes_ = std::max(half_bytes_, bytes);
   });
-  arena_.take(2 * half_bytes_, call_.captured);
-  wide_.take(call_.plan->wide_elements() * sizeof(float), call_.captured);
+  arena_.take(2 * half_bytes_, stream_);
+  wide_.take(call_.plan->wide_elements() * sizeof(float), stream_);
   if (lossy()) place_store();
 }
 
@@ -97,7 +97,7 @@ void Execution::place_store() {
     each = end;
     end += bytes;
   }
-  store_.take(end, call_.captured);
+  store_.take(end, stream_);
 }
 
 void Execution::run_round(Frames sends, Frames receives) {

@@ -38,13 +38,12 @@ class Execution {
     std::byte* scratch = nullptr;                     // the codec's
     std::uint32_t* flags = nullptr;                   // lossy: the call's
     std::span<const Slotted> layout;  // plain: the layout of every block, which is a payload
-    bool captured = false;            // captured in a graph
   };
 
   explicit Execution(const Api& api) : api_(api), arena_(api), store_(api), wide_(api) {}
 
   // Throws what the messages throw; then the results are undefined.
-  void run(const Call& call, Messages& messages, Stream stream);
+  void run(const Call& call, Messages& messages, const CallStream& stream);
   // Returns how many bytes were posted so far; slots count whole.
   std::uint64_t sent() const noexcept { return sent_; }
 
@@ -117,7 +116,7 @@ class Execution {
   Room arena_, store_, wide_;
   Call call_;
   Messages* messages_ = nullptr;
-  Stream stream_ = nullptr;
+  CallStream stream_;
   // The arena has two halves, which rounds take in turn, since what a round brings is landed in the
   // next one.
   std::size_t half_bytes_ = 0, used_ = 0;

@@ -120,15 +120,15 @@ void GpuFaultMonitor::fail_with_root_cause() {
   std::rethrow_exception(failure_);
 }
 
-void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stream stream) {
+void GpuFaultMonitor::run(exec::Request request, Feedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
   const std::lock_guard calling(calling_);
   require_alive();
-  gpu_.require_valid(request, feedback);
-  exec::extent_counts(request, shadow_.identity().rank, shadow_.identity().size, counts_);
+  const exec::Decision decision = gpu_.require_valid(request, feedback);
+  exec::extent_counts(request, counts_);
   std::string text = text_of(request, counts_);
-  const std::uint64_t capture = capture_of(gpu_.api(), stream);
-  const bool captured = capture != 0;
+  const CallStream on{stream, capture_of(gpu_.api(), stream)};
+  const bool captured = on.is_captured();
   require_made_before(request, text, feedback, captured);
   if (captured) text += ", captured in a CUDA graph";
   begin(request, std::move(text), captured);
@@ -136,7 +136,7 @@ void GpuFaultMonitor::run(const exec::Request& request, Feedback* feedback, Stre
     const std::lock_guard lock(enqueuing_);
     if (!captured) record_start(stream);
     std::unique_ptr<OwnedEvent> end = captured ? nullptr : take_event();
-    gpu_.enqueue(request, feedback, {stream, capture, end ? end->get() : nullptr});
+    gpu_.enqueue(request, decision, feedback, on, end ? end->get() : nullptr);
     mark_enqueued(std::move(end));
   } catch (const Error&) {
     fail_with_root_cause();

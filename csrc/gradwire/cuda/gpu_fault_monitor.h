@@ -43,7 +43,7 @@ class GpuFaultMonitor {
   // the call, and as many again for the call itself. Throws the failure as soon as there is one,
   // and what Communicator::run() throws; InvalidArgument for a call that is captured in a graph and
   // was not made before.
-  void run(const exec::Request& request, Feedback* feedback, Stream stream);
+  void run(exec::Request request, Feedback* feedback, Stream stream);
   void require_alive() const;
   // Throws the failure of the calls so far, whose streams the caller has waited for: only then are
   // their results of use. require_alive() may not know of it yet.

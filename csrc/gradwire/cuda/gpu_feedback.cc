@@ -84,12 +84,12 @@ void Feedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) 
   owned.key.remembered = count;
 }
 
-void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
-                        Stream stream) {
+void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts,
+                        const CallStream& stream) {
   for (auto& [name, owned] : keys_)
     for (std::size_t i = 0; i < counts.size(); ++i) {
       if (table.keys[i] != &owned->key || owned->key.remembered >= counts[i]) continue;
-      if (captured) refuse_in_capture();
+      if (stream.is_captured()) refuse_in_capture();
       make_memory(*owned, counts[i], stream);
     }
 }
@@ -111,17 +111,18 @@ Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stre
   return owned;
 }
 
-const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents, bool captured,
-                                      Stream stream) {
+const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents,
+                                      const CallStream& stream) {
   names_.clear();
   for (const auto& each : extents) names_.push_back(each.key);
   auto found = tables_.find(names_);
   if (found == tables_.end()) {
-    if (captured) refuse_in_capture();
+    if (stream.is_captured()) refuse_in_capture();
     check_keys(extents);
   }
-  was_captured_ = was_captured_ || captured;
-  if (has_ended_ && !captured) check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
+  was_captured_ = was_captured_ || stream.is_captured();
+  if (has_ended_ && !stream.is_captured())
+    check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
   begin_flags(stream);
   for (const auto& each : extents) find(each, stream);
   if (found == tables_.end()) {

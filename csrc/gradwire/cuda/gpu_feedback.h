@@ -52,10 +52,10 @@ class Feedback {
   // Finds the keys of a call, and makes new ones. Throws InvalidArgument for a key whose residual
   // has another length, for one that is given twice, and for a new one in a call that is captured.
   // A table stays valid until kMostTables others were made, and then for as long as a step has it.
-  const Table& open(std::span<const codec::KeyedExtent> extents, bool captured, Stream stream);
+  const Table& open(std::span<const codec::KeyedExtent> extents, const CallStream& stream);
   // Makes room for the memory of each key: `counts` elements.
-  void remember(const Table& table, std::span<const std::uint64_t> counts, bool captured,
-                Stream stream);
+  void remember(const Table& table, std::span<const std::uint64_t> counts,
+                const CallStream& stream);
 
   // Throws InvalidArgument as open() would for keys of another length, or given twice.
   void require_fits(std::span<const codec::KeyedExtent> extents) const;

@@ -2,16 +2,15 @@
 
 namespace gradwire::cuda {
 
-void Operation::bind(const exec::Request& request, bool captured) {
-  captured_ = captured;
-  plan_ = place_.plans->find(request, {});
-  buffer_map_.make(request, *plan_, place_.rank, place_.size,
-                   [this](std::size_t bytes) { return scratch_.take(bytes, captured_); });
+void Operation::bind(const exec::Request& request, const CallStream& stream) {
+  stream_ = stream;
+  plan_ = plans_.find(request, {});
+  buffer_map_.make(request, *plan_,
+                   [this](std::size_t bytes) { return scratch_.take(bytes, stream_); });
+  copy(buffer_map_.before());
 }
 
-void Operation::begin(Stream stream) { copy(buffer_map_.before(), stream); }
-
-void Operation::run(const Coding& coding, std::span<const Slotted> layout, Stream stream) {
+void Operation::run(const Coding& coding, std::span<const Slotted> layout) {
   Execution::Call call;
   call.plan = plan_.get();
   call.extents = buffer_map_.extents();
@@ -20,32 +19,32 @@ void Operation::run(const Coding& coding, std::span<const Slotted> layout, Strea
   call.scratch = coding.scratch;
   call.flags = coding.flags;
   call.layout = layout;
-  call.captured = captured_;
-  if (direct_.can_run(call, *place_.messages))
-    direct_.run(call, *place_.messages, stream);
+  if (direct_.can_run(call, messages_))
+    direct_.run(call, messages_, stream_);
   else
-    execution_.run(call, *place_.messages, stream);
-  if (plan_->folds()) fold(stream);
-  copy(buffer_map_.after(), stream);
+    execution_.run(call, messages_, stream_);
+  if (plan_->folds()) fold();
+  copy(buffer_map_.after());
 }
 
-void Operation::copy(const std::vector<exec::CopyStep>& steps, Stream stream) {
+void Operation::copy(const std::vector<exec::CopyStep>& steps) {
   for (const exec::CopyStep& each : steps)
-    check(api_, api_.copy(each.to, each.from, each.bytes, CopyKind::kOnDevice, stream),
+    check(api_, api_.copy(each.to, each.from, each.bytes, CopyKind::kOnDevice, stream_),
           "cudaMemcpyAsync");
 }
 
 // Adds the ranks' blocks, which lie end to end, in the order of the ranks, the same on all of them.
-void Operation::fold(Stream stream) {
+void Operation::fold() {
   const OpSpec& spec = plan_->spec();
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
   const std::byte* first = buffer_map_.extents()[0];
   for (const exec::Array& sum : buffer_map_.sums()) {
     const FoldRun run{first, sum.data, sum.count, 0};
-    const Payloads others{first + block, static_cast<std::int64_t>(block), place_.size - 1};
+    const Payloads others{first + block, static_cast<std::int64_t>(block),
+                          static_cast<int>(plan_->counts().size()) - 1};
     check(api_,
           api_.fold_runs(static_cast<int>(spec.dtype), static_cast<int>(spec.op), &run, 1, others,
-                         plan_->divisor(), stream),
+                         plan_->divisor(), stream_),
           "folding");
     first += sum.count * element;
   }

@@ -14,12 +14,6 @@ namespace gradwire::cuda {
 
 class Operation {
  public:
-  struct Place {
-    Rank rank = 0;
-    int size = 1;
-    Messages* messages = nullptr;
-    exec::PlanCache* plans = nullptr;
-  };
   // The codec of a lossy operation, and its arguments.
   struct Coding {
     const Codec* codec = nullptr;
@@ -28,32 +22,32 @@ class Operation {
     std::uint32_t* flags = nullptr;
   };
 
-  Operation(const Api& api, const Place& place)
+  Operation(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans)
       : api_(api),
-        place_(place),
+        messages_(messages),
+        plans_(plans),
         scratch_(api),
         execution_(api),
-        direct_(api, place.rank, place.size) {}
+        direct_(api, rank, size) {}
 
-  // Finds the plan and the places of the arrays. Throws as a call on the CPU does.
-  void bind(const exec::Request& request, bool captured);
+  // Finds the plan and the places of the arrays, and enqueues the copies that come first. Throws as
+  // a call on the CPU does.
+  void bind(const exec::Request& request, const CallStream& stream);
+  // Enqueues the rest. `layout` describes plain blocks that are payloads.
+  void run(const Coding& coding, std::span<const Slotted> layout);
+
   const exec::Plan& plan() const noexcept { return *plan_; }
   const exec::BufferMap& buffer_map() const noexcept { return buffer_map_; }
-
   std::uint64_t sent() const noexcept { return execution_.sent() + direct_.sent(); }
 
-  // begin() enqueues the copies that come first; run() all the rest. `layout` describes plain
-  // blocks that are payloads.
-  void begin(Stream stream);
-  void run(const Coding& coding, std::span<const Slotted> layout, Stream stream);
-
  private:
-  void copy(const std::vector<exec::CopyStep>& steps, Stream stream);
-  void fold(Stream stream);
+  void copy(const std::vector<exec::CopyStep>& steps);
+  void fold();
 
   const Api& api_;
-  const Place place_;
-  bool captured_ = false;
+  Messages& messages_;
+  exec::PlanCache& plans_;
+  CallStream stream_;
   std::shared_ptr<const exec::Plan> plan_;
   exec::BufferMap buffer_map_;
   Room scratch_;

@@ -251,14 +251,17 @@ std::unique_ptr<Communicator::Pending> Communicator::take_spare() {
 }
 
 std::shared_ptr<Work> Communicator::enqueue(std::unique_lock<std::mutex>& lock,
-                                            const Request& request) {
-  check_arrays(request, identity_.rank, identity_.size);
+                                            const Request& given) {
+  Request request = given;
+  request.rank = identity_.rank;
+  request.size = identity_.size;
+  check_arrays(request);
   require_alive();
   auto pending = take_spare();
   bind(*pending, request);
-  if (pending->compound != nullptr) {
+  if (pending->program != nullptr) {
     lock.unlock();  // so that the driver goes on meanwhile
-    pending->compound->prepare();
+    pending->program->prepare();
     lock.lock();
     require_alive();
   }
@@ -286,37 +289,33 @@ void Communicator::check_feedback(const Request& request) {
 // Called under the mutex, which guards the cache of plans.
 void Communicator::bind(Pending& pending, const Request& request) {
   check_feedback(request);
-  const ExecutionPath path = path_of(request, identity_.size);
+  const bool feeds_back = request.feedback != nullptr;
+  const Decision decision = decide(request, feeds_back);
   pending.feedback = request.feedback;
   pending.shape_digest = request.shape_check.digest;
   pending.shape.assign(request.shape_check.text);
   pending.checks_shape = request.shape_check.always;
-  pending.compound = path == ExecutionPath::kSingle ? nullptr : &pending.compound_for(path);
-  if (pending.compound != nullptr) {
-    pending.compound->bind(request, identity_.rank, identity_.size);
-    plans_.find(pending.compound->probe(), links_.link_of());
+  pending.program = nullptr;
+  if (decision.method != Method::kPlan || votes(request, feeds_back)) {
+    if (!pending.device) pending.device = std::make_unique<CpuDevice>();
+    pending.program = pending.device.get();
+    pending.program->bind(request, decision);
+    plans_.find(pending.program->probe(), links_.link_of());
     return;
   }
-  if (request.feedback) pending.transaction.open(*request.feedback, request.keys);
+  if (feeds_back) pending.transaction.open(*request.feedback, request.keys);
   bind_operation(pending, request);
 }
 
 void Communicator::bind_operation(Pending& pending, const Request& request) {
-  const bool whole = pending.compound == nullptr;
-  pending.operation.bind(request, plans_.find(request, links_.link_of()), identity_.rank,
-                         identity_.size,
-                         whole ? pending.transaction : pending.compound->transaction());
-}
-
-CompoundCollective& Communicator::Pending::compound_for(ExecutionPath path) {
-  auto& made = compounds.at(static_cast<std::size_t>(path));
-  if (!made) made = make_compound(path);
-  return *made;
+  const bool whole = pending.program == nullptr;
+  pending.operation.bind(request, plans_.find(request, links_.link_of()),
+                         whole ? pending.transaction : pending.program->transaction());
 }
 
 void Communicator::Pending::settle() noexcept {
   transaction.settle(false);
-  if (compound != nullptr) compound->roll_back();
+  if (program != nullptr) program->roll_back();
 }
 
 std::shared_ptr<Work> Communicator::enqueue_transfer(Transfer transfer, bool sends) {

@@ -28,7 +28,6 @@
 #include "gradwire/base/stop_request.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/base/work.h"
-#include "gradwire/exec/compound/compound.h"
 #include "gradwire/exec/control/awaited_senders.h"
 #include "gradwire/exec/control/control_plane.h"
 #include "gradwire/exec/control/family.h"
@@ -40,6 +39,7 @@
 #include "gradwire/exec/execution/operation.h"
 #include "gradwire/exec/execution/point_to_point.h"
 #include "gradwire/exec/plan/plan_cache.h"
+#include "gradwire/exec/program/cpu_device.h"
 #include "gradwire/exec/progress_thread.h"
 
 namespace gradwire::exec {
@@ -166,17 +166,16 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   // A collective that waits for its turn, or has its turn. It is reused with all that it has
   // allocated.
   struct Pending {
-    Operation operation;  // or the present phase of its compound
-    CompoundCollective* compound = nullptr;
+    Operation operation;                             // or the present phase of its program
+    CpuDevice* program = nullptr;                    // null: one plan
     std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
     std::uint64_t shape_digest = 0;                  // of the ShapeCheck
     std::string shape;
     bool checks_shape = false;                      // ShapeCheck::always
     Submission submission;                          // of the observer's
-    codec::ErrorFeedback::Transaction transaction;  // unused by compounds, which have their own
-    std::array<std::unique_ptr<CompoundCollective>, kPaths> compounds;
+    codec::ErrorFeedback::Transaction transaction;  // unused by programs, which have their own
+    std::unique_ptr<CpuDevice> device;              // made for the first program
 
-    CompoundCollective& compound_for(ExecutionPath path);
     void settle() noexcept;  // rolls residuals back unless the call's end has settled them
     std::shared_ptr<Work> work = std::make_shared<Work>();
     double timeout = 0;

@@ -182,19 +182,19 @@ bool Communicator::start_next() {
   if (current_ == nullptr) return false;
   start_deadline();
   if (observer_) observer_->started(current_->submission);
-  if (current_->compound == nullptr)
+  if (current_->program == nullptr)
     start_operation();
   else if (!start_phase(/*finite=*/true))
     finish_current(/*untold=*/false);
   return true;
 }
 
-// Starts the compound's next phase. Returns false when there is none.
+// Starts the program's next phase. Returns false when there is none.
 bool Communicator::start_phase(bool finite) {
   if (observer_) observer_->moves();
-  const Request* phase = current_->compound->next({control_.history().calls(), finite});
-  if (observer_) observer_->computed(current_->compound->codec_time());
-  traffic_.add(current_->compound->codec_time());
+  const Request* phase = current_->program->next({control_.history().calls(), finite});
+  if (observer_) observer_->computed(current_->program->codec_time());
+  traffic_.add(current_->program->codec_time());
   if (phase == nullptr) return false;
   {
     std::lock_guard lock(mutex_);  // the cache of plans is shared with threads that submit calls
@@ -237,7 +237,7 @@ void Communicator::finish_operation() {
   traffic_.add(execution_.codec_time());
   if (current_->operation.plan().confirms_all_ranks()) requests_agreed_ |= execution_.requests();
   const bool unannounced = control_.end_call();
-  if (current_->compound != nullptr && start_phase(finite)) return;
+  if (current_->program != nullptr && start_phase(finite)) return;
   current_->transaction.settle(finite);
   stall_monitor_.end();
   finish_current(unannounced);

@@ -235,7 +235,7 @@ TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
     for (std::size_t b = 0; b < a; ++b) {
       const codec::KeyedExtent extents[] = {{"key " + std::to_string(a), 1},
                                             {"key " + std::to_string(b), 1}};
-      const auto& table = feedback.open(extents, /*captured=*/false, stream.get());
+      const auto& table = feedback.open(extents, {stream.get()});
       ASSERT_EQ(table.keys.size(), 2U);
       most = std::max(most, blocks_in_use.load());
     }

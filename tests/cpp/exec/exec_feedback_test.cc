@@ -138,8 +138,9 @@ std::vector<std::uint64_t> extents_of(const std::vector<std::uint64_t>& blocks,
   call.collective = Collective::kReduceScatter;
   call.keys = keys;
   call.inputs = arrays;
+  call.size = static_cast<int>(blocks.size());
   std::vector<std::uint64_t> counts;
-  extent_counts(call, 0, static_cast<int>(blocks.size()), counts);
+  extent_counts(call, counts);
   return counts;
 }
 

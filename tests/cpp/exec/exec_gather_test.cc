@@ -8,7 +8,7 @@
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/exec/compound/gather_reduce.h"
+#include "gradwire/exec/program/cpu_device.h"
 
 namespace gradwire::exec {
 namespace exec_gather_test {
@@ -29,8 +29,9 @@ std::vector<float> sum(const Spoil& spoil) {
   call.codec = codec::make_codec("threshold:tau=1");  // of varying length: there is room for more
   call.algorithm = "gather";
   call.inputs = call.outputs = arrays;
-  GatherReduce gather;
-  gather.bind(call, 0, 2);
+  call.size = 2;
+  CpuDevice gather;
+  gather.bind(call, decide(call, /*feeds_back=*/false));
 
   const Request* lengths = gather.next({});
   std::uint64_t length = 0;

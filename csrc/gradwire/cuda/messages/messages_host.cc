@@ -128,9 +128,10 @@ void HostMessages::end(Stream stream) {
       each.pinned = used;
       used += aligned(each.bytes);
     }
-  const bool captured = capture_of(api_, stream) != 0;
+  const CallStream on{stream, capture_of(api_, stream)};
+  const bool captured = on.is_captured();
   posted_->captured = captured;
-  posted_->pinned = pinned_.take(used, captured);
+  posted_->pinned = pinned_.take(used, on);
   Group* const group = posted_.get();
   {
     const std::lock_guard lock(mutex_);

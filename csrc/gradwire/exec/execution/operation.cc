@@ -7,10 +7,10 @@
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::exec {
-void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
+void Operation::bind(const Request& request, std::shared_ptr<const Plan> plan,
                      codec::ErrorFeedback::Transaction& transaction) {
   plan_ = std::move(plan);
-  buffer_map_.make(request, *plan_, rank, size, [this](std::size_t bytes) {
+  buffer_map_.make(request, *plan_, [this](std::size_t bytes) {
     if (scratch_.size() < bytes) scratch_.resize(bytes);
     return scratch_.data();
   });

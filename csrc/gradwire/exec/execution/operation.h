@@ -19,7 +19,7 @@ namespace gradwire::exec {
 class Operation {
  public:
   // `transaction` must be open for the request's keys if it feeds back. The caller settles it.
-  void bind(const Request& request, std::shared_ptr<const Plan> plan, Rank rank, int size,
+  void bind(const Request& request, std::shared_ptr<const Plan> plan,
             codec::ErrorFeedback::Transaction& transaction);
 
   // Do the local work before the first frame and after the last: copies, and what the codec adapts.

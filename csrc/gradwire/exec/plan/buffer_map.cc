@@ -7,34 +7,33 @@ std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
 
 }  // namespace
 
-void BufferMap::make(const Request& request, const Plan& plan, Rank rank, int size,
-                     const Scratch& scratch) {
+void BufferMap::make(const Request& request, const Plan& plan, const Scratch& scratch) {
   element_ = size_of(request.dtype);
   for (auto* each : {&extents_, &addends_}) each->clear();
   for (auto* each : {&before_, &after_}) each->clear();
   sums_.clear();
-  if (plan.folds()) return fold(request, plan, rank, size, scratch);
+  if (plan.folds()) return fold(request, plan, scratch);
   switch (request.collective) {
     case Collective::kAllReduce:
     case Collective::kReduce:
     case Collective::kBroadcast:
-      return in_place(request, rank, scratch);
+      return in_place(request, scratch);
     case Collective::kReduceScatter:
-      return reduce_scatter(request, plan, rank, scratch);
+      return reduce_scatter(request, plan, scratch);
     case Collective::kAllGather:
-      return all_gather(request, rank);
+      return all_gather(request);
     case Collective::kGather:
     case Collective::kScatter:
-      return blocks(request, rank, size);
+      return blocks(request);
     case Collective::kAllToAll:
-      return all_to_all(request, rank, size);
+      return all_to_all(request);
   }
 }
 
 // Maps a collective that works on its outputs in place. A rank that keeps no result works on a copy
 // of its inputs.
-void BufferMap::in_place(const Request& request, Rank rank, const Scratch& scratch) {
-  const bool bystander = request.collective == Collective::kReduce && rank != request.root;
+void BufferMap::in_place(const Request& request, const Scratch& scratch) {
+  const bool bystander = request.collective == Collective::kReduce && request.rank != request.root;
   std::byte* next = bystander ? scratch(bytes_of(request.inputs)) : nullptr;
   const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
   for (std::size_t i = 0; i < arrays; ++i) {
@@ -46,13 +45,12 @@ void BufferMap::in_place(const Request& request, Rank rank, const Scratch& scrat
 }
 
 // Maps a plan that folds: scratch has a block for the inputs of each rank.
-void BufferMap::fold(const Request& request, const Plan& plan, Rank rank, int size,
-                     const Scratch& scratch) {
+void BufferMap::fold(const Request& request, const Plan& plan, const Scratch& scratch) {
   sums_.assign(request.outputs.begin(), request.outputs.end());
   const std::size_t bytes = plan.counts()[0] * element_;
-  std::byte* next = scratch(bytes * at(size));
-  for (Rank r = 0; r < size; ++r) extents_.push_back(next + at(r) * bytes);
-  next = extents_[at(rank)];
+  std::byte* next = scratch(bytes * at(request.size));
+  for (Rank r = 0; r < request.size; ++r) extents_.push_back(next + at(r) * bytes);
+  next = extents_[at(request.rank)];
   for (const Array& each : request.inputs) {
     addends_.push_back(next);
     add_copy(before_, next, each);
@@ -60,8 +58,7 @@ void BufferMap::fold(const Request& request, const Plan& plan, Rank rank, int si
   }
 }
 
-void BufferMap::reduce_scatter(const Request& request, const Plan& plan, Rank rank,
-                               const Scratch& scratch) {
+void BufferMap::reduce_scatter(const Request& request, const Plan& plan, const Scratch& scratch) {
   std::byte* next = scratch(bytes_of(request.inputs));
   for (std::uint64_t count : plan.counts()) {
     extents_.push_back(next);
@@ -70,25 +67,26 @@ void BufferMap::reduce_scatter(const Request& request, const Plan& plan, Rank ra
   const std::size_t runs = extents_.size() / request.inputs.size();  // extents per block
   for (std::size_t i = 0; i < request.inputs.size(); ++i)
     add_copy(before_, extents_[i * runs], request.inputs[i]);
-  const std::size_t arrays = request.outputs.size(), own = at(rank) * arrays;
+  const std::size_t arrays = request.outputs.size(), own = at(request.rank) * arrays;
   for (std::size_t i = 0; i < arrays; ++i)
     add_copy(after_, request.outputs[i].data,
              {extents_[(own + i) * runs], request.outputs[i].count});
 }
 
-void BufferMap::all_gather(const Request& request, Rank rank) {
+void BufferMap::all_gather(const Request& request) {
   for (const Array& each : request.outputs) extents_.push_back(each.data);
   const std::size_t arrays = request.inputs.size();
   for (std::size_t i = 0; i < arrays; ++i)
-    add_copy(before_, extents_[at(rank) * arrays + i], request.inputs[i]);
+    add_copy(before_, extents_[at(request.rank) * arrays + i], request.inputs[i]);
 }
 
-void BufferMap::blocks(const Request& request, Rank rank, int size) {
+void BufferMap::blocks(const Request& request) {
+  const Rank rank = request.rank;
   const bool gathers = request.collective == Collective::kGather;
   const auto& whole = gathers ? request.outputs : request.inputs;
   const auto& own = gathers ? request.inputs : request.outputs;
   if (rank != request.root) {
-    extents_.assign(at(size), nullptr);
+    extents_.assign(at(request.size), nullptr);
     extents_[at(rank)] = own[0].data;
     return;
   }
@@ -99,8 +97,9 @@ void BufferMap::blocks(const Request& request, Rank rank, int size) {
     add_copy(before_, own[0].data, whole[at(rank)]);
 }
 
-void BufferMap::all_to_all(const Request& request, Rank rank, int size) {
-  const auto p = at(size);
+void BufferMap::all_to_all(const Request& request) {
+  const auto p = at(request.size);
+  const Rank rank = request.rank;
   extents_.assign(p * p, nullptr);
   for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
   for (std::size_t s = 0; s < p; ++s)

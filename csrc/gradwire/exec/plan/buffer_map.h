@@ -24,7 +24,7 @@ class BufferMap {
   // Returns at least `bytes` bytes of memory, valid until the next make().
   using Scratch = std::function<std::byte*(std::size_t bytes)>;
 
-  void make(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
+  void make(const Request& request, const Plan& plan, const Scratch& scratch);
 
   const std::vector<std::byte*>& extents() const noexcept { return extents_; }
   // For a plan that folds: where this rank's inputs lie, one after the other in its block, and the
@@ -35,12 +35,12 @@ class BufferMap {
   const std::vector<CopyStep>& after() const noexcept { return after_; }
 
  private:
-  void in_place(const Request& request, Rank rank, const Scratch& scratch);
-  void fold(const Request& request, const Plan& plan, Rank rank, int size, const Scratch& scratch);
-  void reduce_scatter(const Request& request, const Plan& plan, Rank rank, const Scratch& scratch);
-  void all_gather(const Request& request, Rank rank);
-  void blocks(const Request& request, Rank rank, int size);
-  void all_to_all(const Request& request, Rank rank, int size);
+  void in_place(const Request& request, const Scratch& scratch);
+  void fold(const Request& request, const Plan& plan, const Scratch& scratch);
+  void reduce_scatter(const Request& request, const Plan& plan, const Scratch& scratch);
+  void all_gather(const Request& request);
+  void blocks(const Request& request);
+  void all_to_all(const Request& request);
   void add_copy(std::vector<CopyStep>& steps, std::byte* to, const Array& from);
   std::size_t bytes_of(std::span<const Array> arrays) const;
 

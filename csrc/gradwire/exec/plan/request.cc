@@ -28,11 +28,12 @@ void require_equal_counts(const Request& request) {
 
 // Throws unless one side has a block for each rank and the other side one array, as long as this
 // rank's block.
-void require_blocks(const Request& request, std::span<const Array> blocks, const char* which,
-                    Rank rank, int size) {
-  if (blocks.size() != at(size))
+void require_blocks(const Request& request, std::span<const Array> blocks, const char* which) {
+  const Rank rank = request.rank;
+  if (blocks.size() != at(request.size))
     refuse(request, std::string("needs one ") + which + " block for each of the " +
-                        std::to_string(size) + " ranks, got " + std::to_string(blocks.size()));
+                        std::to_string(request.size) + " ranks, got " +
+                        std::to_string(blocks.size()));
   const bool blocks_are_inputs = blocks.data() == request.inputs.data();
   const auto& other = blocks_are_inputs ? request.outputs : request.inputs;
   const std::size_t own = other.size() == 1 ? 0 : at(rank);
@@ -45,10 +46,11 @@ void require_blocks(const Request& request, std::span<const Array> blocks, const
 
 // Does the same for several arrays: each rank's block is a run of as many arrays as the other side
 // has.
-void require_runs(const Request& request, std::span<const Array> blocks, std::span<const Array> own,
-                  Rank rank, int size) {
-  if (own.empty() || blocks.size() != own.size() * at(size))
-    refuse(request, "needs a block of each array for each of the " + std::to_string(size) +
+void require_runs(const Request& request, std::span<const Array> blocks,
+                  std::span<const Array> own) {
+  const Rank rank = request.rank;
+  if (own.empty() || blocks.size() != own.size() * at(request.size))
+    refuse(request, "needs a block of each array for each of the " + std::to_string(request.size) +
                         " ranks, got " + std::to_string(blocks.size()) + " blocks of " +
                         std::to_string(own.size()) + " arrays");
   for (std::size_t i = 0; i < own.size(); ++i)
@@ -108,10 +110,10 @@ void append_runs(const Request& request, std::vector<std::uint64_t>& out) {
 
 }  // namespace
 
-void check_arrays(const Request& request, Rank rank, int size) {
+void check_arrays(const Request& request) {
   const auto& in = request.inputs;
   const auto& out = request.outputs;
-  const bool root = rank == request.root;
+  const bool root = request.rank == request.root;
   switch (request.collective) {
     case Collective::kAllReduce:
       return require_equal_counts(request);
@@ -122,26 +124,27 @@ void check_arrays(const Request& request, Rank rank, int size) {
       if (root) require_equal_counts(request);
       return;
     case Collective::kReduceScatter:
-      return require_runs(request, in, out, rank, size);
+      return require_runs(request, in, out);
     case Collective::kAllGather:
-      return require_runs(request, out, in, rank, size);
+      return require_runs(request, out, in);
     case Collective::kGather:
       require_one(request, in, "input");
-      if (root) require_blocks(request, out, "output", rank, size);
+      if (root) require_blocks(request, out, "output");
       return;
     case Collective::kScatter:
       require_one(request, out, "output");
-      if (root) require_blocks(request, in, "input", rank, size);
+      if (root) require_blocks(request, in, "input");
       return;
     case Collective::kAllToAll:
       if (out.size() != in.size()) refuse(request, "needs as many output blocks as input blocks");
-      return require_blocks(request, in, "input", rank, size);
+      return require_blocks(request, in, "input");
   }
 }
 
-void extent_counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out) {
+void extent_counts(const Request& request, std::vector<std::uint64_t>& out) {
   out.clear();
-  const auto p = at(size);
+  const Rank rank = request.rank;
+  const auto p = at(request.size);
   auto append = [&out](std::span<const Array> arrays) {
     for (const Array& each : arrays) out.push_back(each.count);
   };

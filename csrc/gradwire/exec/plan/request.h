@@ -47,6 +47,8 @@ struct Array {
 //   gather / scatter                p blocks at the root (outputs / inputs), one block everywhere
 //   all_to_all                      p blocks in and p blocks out
 struct Request {
+  Rank rank = 0;  // the caller's in its communicator, which sets it, and
+  int size = 1;   // the number of ranks there
   Collective collective = Collective::kAllReduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -59,7 +61,7 @@ struct Request {
   // belongs to one key, except in reduce_scatter, where an input is a block of any number of keys.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   std::span<const codec::KeyedExtent> keys;
-  // In place of a codec: payloads are exchanged (exec/compound/exchange.h), and the arrays are not
+  // In place of a codec: payloads are exchanged (exec/program/cpu_device.h), and the arrays are not
   // touched.
   std::shared_ptr<ExchangePayloads> payloads;
   std::string_view codec_label;  // the codec's name as ranks compare it; empty: its own
@@ -76,8 +78,8 @@ struct Request {
 // of reduce_scatter are cut where keys end, all into equally many extents, some of them empty. For
 // gather, scatter and all_to_all only this rank's own counts are known: the others are 0, and
 // uneven counts are checked frame by frame instead of in the fingerprint.
-void extent_counts(const Request& request, Rank rank, int size, std::vector<std::uint64_t>& out);
+void extent_counts(const Request& request, std::vector<std::uint64_t>& out);
 // Throws InvalidArgument if inputs and outputs do not fit together.
-void check_arrays(const Request& request, Rank rank, int size);
+void check_arrays(const Request& request);
 
 }  // namespace gradwire::exec

@@ -1,4 +1,4 @@
-#include "gradwire/exec/compound/payloads.h"
+#include "gradwire/exec/program/payloads.h"
 
 #include <algorithm>
 #include <bit>
@@ -19,29 +19,27 @@ std::size_t round_up(std::size_t bytes) {
 
 }  // namespace
 
-void Payloads::start(const Request& phase, Rank rank, int size) {
+void Payloads::start(const Request& phase) {
   phase_ = phase;
-  rank_ = rank;
-  size_ = size;
-  headers_.resize(static_cast<std::size_t>(size));
-  outputs_.resize(static_cast<std::size_t>(size));
+  headers_.resize(static_cast<std::size_t>(phase.size));
+  outputs_.resize(headers_.size());
   phase_.inputs = {&input_, 1};
   phase_.outputs = outputs_;
 }
 
 const Request& Payloads::lengths(std::size_t own_bytes, bool flag) {
-  headers_[static_cast<std::size_t>(rank_)] = {own_bytes, flag};
+  headers_[static_cast<std::size_t>(phase_.rank)] = {own_bytes, flag};
   for (std::size_t r = 0; r < outputs_.size(); ++r)
     outputs_[r] = {reinterpret_cast<std::byte*>(&headers_[r]), sizeof(Header)};
-  input_ = outputs_[static_cast<std::size_t>(rank_)];
+  input_ = outputs_[static_cast<std::size_t>(phase_.rank)];
   return phase_;
 }
 
 const Request& Payloads::bytes(std::size_t limit) {
   std::size_t longest = 0;
-  for (Rank r = 0; r < size_; ++r) {
+  for (Rank r = 0; r < phase_.size; ++r) {
     if (header(r).length > limit)
-      throw TransportError("rank " + std::to_string(rank_) + ": rank " + std::to_string(r) +
+      throw TransportError("rank " + std::to_string(phase_.rank) + ": rank " + std::to_string(r) +
                                " announced a payload of " + std::to_string(header(r).length) +
                                " bytes; its codec makes " + std::to_string(limit) + " at most",
                            r);
@@ -52,8 +50,8 @@ const Request& Payloads::bytes(std::size_t limit) {
   if (blocks_.size() < total) blocks_.resize(total);
   for (std::size_t r = 0; r < outputs_.size(); ++r)
     outputs_[r] = {blocks_.data() + r * block_, block_};
-  input_ = outputs_[static_cast<std::size_t>(rank_)];
-  const std::size_t used = header(rank_).length;
+  input_ = outputs_[static_cast<std::size_t>(phase_.rank)];
+  const std::size_t used = header(phase_.rank).length;
   if (used > 0) std::memcpy(input_.data, own_.data(), used);
   std::memset(input_.data + used, 0, block_ - used);
   return phase_;

@@ -16,7 +16,7 @@ class Payloads {
  public:
   // Begins an exchange. `phase` is a request without arrays; its algorithm is that of both
   // all_gathers.
-  void start(const Request& phase, Rank rank, int size);
+  void start(const Request& phase);
 
   // This rank's bytes, to be written before lengths(). The buffer only grows.
   std::vector<std::byte>& own() noexcept { return own_; }
@@ -36,8 +36,6 @@ class Payloads {
   const Header& header(Rank rank) const { return headers_[static_cast<std::size_t>(rank)]; }
 
   Request phase_;
-  Rank rank_ = 0;
-  int size_ = 1;
   std::vector<std::byte> own_;
   std::vector<Header> headers_;
   std::size_t block_ = 0;  // bytes per rank

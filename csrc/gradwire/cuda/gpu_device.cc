@@ -1,0 +1,347 @@
+#include "gradwire/cuda/gpu_device.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::cuda {
+namespace {
+
+int count(const auto& list) { return static_cast<int>(list.size()); }
+
+}  // namespace
+
+GpuDevice::GpuDevice(const Api& api, Rank rank, int size, Messages& messages,
+                     exec::PlanCache& plans)
+    : api_(api),
+      operation_(api, rank, size, messages, plans),
+      native_(api, messages),
+      flags_room_(api),
+      told_room_(api, Room::Kind::kPinned),
+      own_key_states_(api),
+      codec_scratch_(api),
+      payloads_(api),
+      factors_(api) {
+  own_flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
+  constexpr std::size_t kBytes = 2 * sizeof(std::uint32_t);
+  std::fill_n(told_room_.take(kBytes), kBytes, std::byte{0});
+  told_ = reinterpret_cast<std::uint32_t*>(told_room_.data());
+  lost_ = told_ + 1;
+  messages.tell_losses(lost_);
+}
+
+std::uint32_t GpuDevice::take_flags() { return std::atomic_ref(*told_).exchange(0); }
+
+void GpuDevice::run(const exec::Request& request, const exec::Decision& decision,
+                    Feedback* feedback, const CallStream& stream) {
+  stream_ = stream;
+  feedback_ = feedback;
+  has_voted_ = false;
+  program_.bind(request, decision, feedback != nullptr, *this);
+  begin();
+  while (const exec::Request* phase = program_.next(*this)) run_phase(*phase, {});
+  if (!stream.is_captured() && codec_ != nullptr)
+    check(api_, api_.add_flags(flags_, told_, stream), "telling a call's flags");
+  ++operations_;
+}
+
+// ---- What every call begins and ends with ------------------------------------------------------
+
+// All calls of a step share one word of flags.
+void GpuDevice::begin() {
+  const exec::Request& request = program_.request();
+  const bool in_step = feedback_ != nullptr && feedback_->in_step();
+  flags_ = in_step ? feedback_->step_flags() : own_flags_;
+  const bool plain = !request.codec || request.codec->combine() == codec::Combine::kPlain;
+  if ((feedback_ != nullptr || !plain) && !in_step)
+    check(api_, api_.fill(flags_, 0, sizeof(std::uint32_t), stream_), "cudaMemsetAsync");
+  codec_ = codec_for(request.codec);
+  const std::size_t scratch =
+      codec_ == nullptr ? 0 : codec_->scratch_bytes(std::span(program_.counts()));
+  scratch_ = codec_scratch_.take(scratch, stream_);
+  bind_feedback();
+}
+
+const Codec* GpuDevice::codec_for(const std::shared_ptr<const codec::Codec>& codec) {
+  using codec::Combine;
+  if (!codec || codec->combine() == Combine::kPlain || codec->combine() == Combine::kCompound)
+    return nullptr;
+  auto& made = codecs_[codec];
+  if (!made) made = Codec::make(api_, *codec);
+  return made.get();
+}
+
+void GpuDevice::bind_feedback() {
+  extent_feedback_.assign(program_.counts().size(), {});
+  table_ = nullptr;
+  if (feedback_ != nullptr) return bind_keys();
+  if (codec_ == nullptr) return;
+  for (ExtentFeedback& each : extent_feedback_) each.call = operations_ ^ rank() << 48;
+  if (!codec_->adapts()) return;
+  const std::size_t bytes = sizeof(KeyState) * extent_feedback_.size();
+  auto* key_state = reinterpret_cast<KeyState*>(own_key_states_.take(bytes, stream_));
+  check(api_, api_.fill(key_state, 0, bytes, stream_), "cudaMemsetAsync");
+  for (ExtentFeedback& each : extent_feedback_) each.run_feedback.key_state = key_state++;
+}
+
+void GpuDevice::bind_keys() {
+  table_ = &feedback_->open(program_.request().keys, stream_);
+  for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
+    const auto [key, begin] = program_.key_offsets()[i];
+    const Feedback::Key& its = *table_->keys[key];
+    extent_feedback_[i] = {its.run_feedback(begin), its.digest ^ rank() << 48, begin};
+  }
+}
+
+void GpuDevice::run_phase(const exec::Request& phase, std::span<const Slotted> layout) {
+  operation_.bind(phase, stream_);
+  operation_.run({}, layout);
+}
+
+// Lets ranks that hold different results agree whether the new residuals are kept.
+const exec::Request* GpuDevice::vote() {
+  look_for_failure();
+  has_voted_ = true;
+  word_ = {reinterpret_cast<std::byte*>(flags_), 1};
+  phase_ = program_.phase(Collective::kAllReduce, DType::kInt32, ReduceOp::kMax);
+  phase_.inputs = phase_.outputs = {&word_, 1};
+  return &phase_;
+}
+
+void GpuDevice::settle() {
+  const bool factored = program_.decision().method == exec::Method::kLowRank;
+  if (table_ != nullptr) look_for_failure();
+  if (factored || has_voted_) poison();
+  if (table_ != nullptr) feedback_->settle(*table_, /*remembers=*/factored, flags_, stream_);
+}
+
+void GpuDevice::look_for_failure() {
+  check(api_, api_.add_flags(lost_, flags_, stream_), "looking for a failure");
+}
+
+void GpuDevice::poison() {
+  runs_.clear();
+  for (const exec::Array& each : program_.request().outputs)
+    runs_.push_back({.y = reinterpret_cast<float*>(each.data), .n = each.count});
+  check(api_, api_.poison(runs_.data(), count(runs_), flags_, stream_), "poisoning");
+}
+
+// ---- Runs --------------------------------------------------------------------------------------
+
+std::span<const Run> GpuDevice::runs_of(std::span<const exec::Extent> extents) {
+  runs_.clear();
+  for (const exec::Extent& each : extents) {
+    const ExtentFeedback& feedback = extent_feedback_[each.index];
+    runs_.push_back({.x = each.x,
+                     .y = each.y,
+                     .n = each.count,
+                     .run_feedback = feedback.run_feedback,
+                     .call = feedback.call,
+                     .element = feedback.element});
+  }
+  return runs_;
+}
+
+void GpuDevice::deliver(std::span<const exec::Extent> extents) {
+  const auto runs = runs_of(extents);
+  if (feedback_ != nullptr)
+    return check(api_, api_.deliver_runs(runs.data(), count(runs), stream_), "delivering");
+  for (const Run& each : runs)
+    if (each.y != each.x)
+      check(api_, api_.copy(each.y, each.x, 4 * each.n, CopyKind::kOnDevice, stream_),
+            "cudaMemcpyAsync");
+}
+
+void GpuDevice::mark(std::span<const exec::Extent> extents) {
+  const auto runs = runs_of(extents);
+  const auto& codec = program_.request().codec;
+  check(api_, api_.mark_runs(runs.data(), count(runs), codec ? codec->unit() : 1, flags_, stream_),
+        "marking");
+}
+
+void GpuDevice::average(std::span<const exec::Extent> extents) {
+  for (const exec::Extent& each : extents)
+    check(api_,
+          api_.scale(static_cast<int>(DType::kFloat32), each.y, 1.0 / program_.request().size,
+                     each.count, stream_),
+          "scaling");
+}
+
+void GpuDevice::prepare(std::span<const Run> runs) {
+  if (!codec_->adapts()) return;
+  for (const Run& each : runs) codec_->prepare(each, scratch_, stream_);
+}
+
+// Adapts each key once, even where several extents belong to it.
+void GpuDevice::adapt() {
+  if (!codec_->adapts()) return;
+  std::uint64_t elements = 0;
+  for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
+    elements += program_.counts()[i];
+    KeyState* const key_state = extent_feedback_[i].run_feedback.key_state;
+    if (i + 1 < extent_feedback_.size() &&
+        extent_feedback_[i + 1].run_feedback.key_state == key_state)
+      continue;
+    codec_->adapt(elements, key_state, stream_);
+    elements = 0;
+  }
+}
+
+// ---- Plans and native collectives --------------------------------------------------------------
+
+const exec::Request* GpuDevice::run_plan() {
+  exec::Request request = program_.request();
+  request.algorithm = program_.decision().algorithm;
+  operation_.bind(request, stream_);
+  const exec::BufferMap& places = operation_.buffer_map();
+  if (codec_ != nullptr) {
+    prepare(runs_of(at(places.extents())));
+    operation_.run({codec_, extent_feedback_, scratch_, flags_}, {});
+    adapt();
+    return nullptr;
+  }
+  const bool folds = operation_.plan().folds();
+  if (feedback_ != nullptr) deliver(at(folds ? places.addends() : places.extents()));
+  operation_.run({}, {});
+  for (std::size_t i = 0; i < places.sums().size() && i < own_.size(); ++i)
+    own_[i].y = reinterpret_cast<float*>(places.sums()[i].data);
+  if (feedback_ != nullptr) mark(own_);
+  return nullptr;
+}
+
+// Returns the extents at these places, in place.
+std::span<const exec::Extent> GpuDevice::at(std::span<std::byte* const> places) {
+  own_.clear();
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    auto* const data = reinterpret_cast<float*>(places[i]);
+    own_.push_back({i, data, data, program_.counts()[i]});
+  }
+  return own_;
+}
+
+void GpuDevice::run_native() {
+  native_.run(program_.request(), /*in_place=*/feedback_ != nullptr, stream_);
+}
+
+// ---- Payloads ----------------------------------------------------------------------------------
+
+// Places the payloads end to end, as the extents are.
+void GpuDevice::place_payloads() {
+  places_.clear();
+  layout_.clear();
+  block_bytes_ = 0;
+  for (const std::uint64_t each : program_.counts()) {
+    places_.push_back(block_bytes_);
+    block_bytes_ += codec_->payload_bytes(each);
+    if (codec_->slot_bytes() > 0) layout_.push_back(codec_->layout(each));
+  }
+  std::byte* const blocks = payloads_.take(block_bytes_ * size(), stream_);
+  blocks_.clear();
+  for (std::size_t r = 0; r < size(); ++r)
+    blocks_.push_back({blocks + r * block_bytes_, block_bytes_});
+}
+
+void GpuDevice::encode(std::span<const exec::Extent> extents) {
+  place_payloads();
+  runs_of(extents);
+  for (std::size_t i = 0; i < extents.size(); ++i) runs_[i].payload = places_[i];
+  prepare(runs_);
+  codec_->encode(runs_, {.out = blocks_[rank()].data}, scratch_, flags_, stream_);
+  adapt();
+}
+
+const exec::Request* GpuDevice::exchange_payloads() {
+  phase_ = program_.phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
+  phase_.algorithm = program_.decision().algorithm;
+  phase_.inputs = {&blocks_[rank()], 1};
+  phase_.outputs = blocks_;
+  run_phase(phase_, layout_);
+  return nullptr;
+}
+
+// A unit that is not finite is none before and after averaging.
+void GpuDevice::add_up(std::span<const exec::Extent> extents) {
+  own_.assign(extents.begin(), extents.end());
+  std::erase_if(own_, [](const exec::Extent& each) { return each.y == nullptr; });
+  runs_of(own_);
+  for (std::size_t i = 0; i < own_.size(); ++i) runs_[i].payload = places_[own_[i].index];
+  Decoding how;
+  how.payloads = {payloads_.data(), static_cast<std::int64_t>(block_bytes_), count(blocks_)};
+  how.factor = averages() ? static_cast<float>(1.0 / count(blocks_)) : 1;
+  codec_->decode(runs_, how, flags_, stream_);
+  mark(own_);
+}
+
+// ---- Factors -----------------------------------------------------------------------------------
+
+exec::Device::FactorRoom GpuDevice::take_factor_room(std::size_t left, std::size_t right) {
+  left_ = left;
+  right_ = right;
+  const std::size_t doubles = aligned(8 * left), lefts = aligned(4 * left),
+                    rights = aligned(4 * right), scales = aligned(8 * program_.counts().size());
+  std::byte* at = factors_.take(doubles + lefts + 2 * rights + scales, stream_);
+  columns_ = reinterpret_cast<double*>(at);
+  room_.left = reinterpret_cast<float*>(at += doubles);
+  room_.right = reinterpret_cast<float*>(at += lefts);
+  room_.own_right = reinterpret_cast<float*>(at += rights);
+  scales_ = reinterpret_cast<float*>(at + rights);
+  return room_;
+}
+
+// Makes room for the factors that keys remember.
+void GpuDevice::remember(std::span<const exec::Matrix> matrices) {
+  std::vector<std::uint64_t> elements(program_.request().keys.size(), 0);
+  for (const exec::Matrix& each : matrices)
+    elements[each.in_memory.key] = each.in_memory.begin + each.right_size();
+  feedback_->remember(*table_, elements, stream_);
+}
+
+void GpuDevice::list_matrices(std::span<const exec::Matrix> matrices) {
+  factored_.clear();
+  for (const exec::Matrix& each : matrices) {
+    factored_.push_back({.of = {each.of.rows, each.of.columns, each.of.rank},
+                         .x = each.extent.x,
+                         .y = each.extent.y,
+                         .run_feedback = extent_feedback_[each.extent.index].run_feedback,
+                         .p = each.left,
+                         .room = columns_ + (each.left - room_.left),
+                         .q = each.right,
+                         .own_q = each.own_right,
+                         .scales = scales_ + 2 * factored_.size()});
+    if (feedback_ == nullptr) continue;
+    const Feedback::Key& key = *table_->keys[each.in_memory.key];
+    const std::size_t begin = each.in_memory.begin;
+    factored_.back().memory = {{key.memory[0] + begin, key.memory[1] + begin}, key.key_state};
+  }
+}
+
+void GpuDevice::make_left(std::span<const exec::Matrix> matrices) {
+  if (feedback_ != nullptr) remember(matrices);
+  list_matrices(matrices);
+  const int all = count(factored_);
+  check(api_, api_.start_factor(factored_.data(), all, stream_), "starting factors");
+  check(api_, api_.left_factor(factored_.data(), all, stream_), "making left factors");
+}
+
+// It checks only the left factors, since any NaN or Inf of a matrix is in these.
+bool GpuDevice::make_right(std::span<const exec::Matrix>) {
+  const int all = count(factored_);
+  check(api_, api_.check_finite(room_.left, left_, flags_, stream_), "looking for NaN");
+  check(api_, api_.orthonormalise(factored_.data(), all, stream_), "orthonormalising");
+  check(api_, api_.right_factor(factored_.data(), all, stream_), "making right factors");
+  check(api_, api_.copy(room_.right, room_.own_right, 4 * right_, CopyKind::kOnDevice, stream_),
+        "cudaMemcpyAsync");
+  return true;
+}
+
+void GpuDevice::multiply(std::span<const exec::Matrix>) {
+  const int all = count(factored_);
+  const double factor = averages() ? 1.0 / program_.request().size : 1.0;
+  check(api_, api_.take_headroom(factored_.data(), all, stream_), "scaling factors");
+  check(api_, api_.product(factored_.data(), all, static_cast<float>(factor), stream_),
+        "multiplying factors");
+  check(api_, api_.remember(factored_.data(), all, stream_), "remembering factors");
+}
+
+}  // namespace gradwire::cuda

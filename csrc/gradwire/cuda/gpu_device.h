@@ -1,0 +1,105 @@
+// GpuDevice: the steps of calls on a GPU (exec/program/program.h), enqueued on the call's stream.
+// Their kernels take lists of runs. What is decided after a call on CPUs, the device decides by the
+// call's word of flags. It is reused from call to call; enqueued work uses its memory in stream
+// order.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "gradwire/cuda/gpu_feedback.h"
+#include "gradwire/cuda/gpu_native.h"
+#include "gradwire/cuda/gpu_operation.h"
+#include "gradwire/exec/program/program.h"
+
+namespace gradwire::cuda {
+
+class GpuDevice final : public exec::Device {
+ public:
+  // All must outlive it, and what is enqueued.
+  GpuDevice(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans);
+
+  // Enqueues a call. Throws what the messages throw.
+  void run(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
+           const CallStream& stream);
+  // Returns, and clears, the Flag bits of the calls that are over, however many.
+  std::uint32_t take_flags();
+  // Returns how many bytes this rank's calls have sent.
+  std::uint64_t sent() const noexcept { return operation_.sent() + native_.sent(); }
+
+ private:
+  const exec::Request* run_plan() override;
+  const exec::Request* exchange_lengths() override { return nullptr; }  // slots make them alike
+  const exec::Request* exchange_payloads() override;
+  const exec::Request* vote() override;
+  void run_native() override;
+  void deliver(std::span<const exec::Extent> extents) override;
+  void mark(std::span<const exec::Extent> extents) override;
+  void average(std::span<const exec::Extent> extents) override;
+  void encode(std::span<const exec::Extent> extents) override;
+  void add_up(std::span<const exec::Extent> extents) override;
+  FactorRoom take_factor_room(std::size_t left, std::size_t right) override;
+  void make_left(std::span<const exec::Matrix> matrices) override;
+  bool make_right(std::span<const exec::Matrix> matrices) override;
+  void multiply(std::span<const exec::Matrix> matrices) override;
+  void settle() override;
+
+  void begin();
+  void bind_feedback();
+  void bind_keys();
+  const Codec* codec_for(const std::shared_ptr<const codec::Codec>& codec);
+  void run_phase(const exec::Request& phase, std::span<const Slotted> layout);
+  void prepare(std::span<const Run> runs);
+  void adapt();
+  void place_payloads();
+  void remember(std::span<const exec::Matrix> matrices);
+  void list_matrices(std::span<const exec::Matrix> matrices);
+  void look_for_failure();
+  void poison();
+  std::span<const Run> runs_of(std::span<const exec::Extent> extents);
+  std::span<const exec::Extent> at(std::span<std::byte* const> places);
+  bool averages() const { return program_.request().op == ReduceOp::kAvg; }
+  std::size_t size() const { return static_cast<std::size_t>(program_.request().size); }
+  std::size_t rank() const { return static_cast<std::size_t>(program_.request().rank); }
+
+  const Api& api_;
+  exec::Program program_;
+  Operation operation_;
+  NativeCall native_;
+  Room flags_room_, told_room_, own_key_states_, codec_scratch_, payloads_, factors_;
+  std::uint32_t* own_flags_ = nullptr;
+  // Pinned. The flags of all calls since take_flags(): bits that the device has just set may come
+  // again, and none is lost.
+  std::uint32_t* told_ = nullptr;
+  std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
+  std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
+  std::uint64_t operations_ = 0;
+
+  // Of the call that is being enqueued.
+  CallStream stream_;
+  Feedback* feedback_ = nullptr;
+  const Feedback::Table* table_ = nullptr;       // with feedback
+  std::vector<ExtentFeedback> extent_feedback_;  // of each extent
+  const Codec* codec_ = nullptr;                 // of the payloads; null where there are none
+  std::byte* scratch_ = nullptr;                 // the codec's
+  std::uint32_t* flags_ = nullptr;
+  bool has_voted_ = false;
+  exec::Request phase_;
+  exec::Array word_;  // of the vote
+  std::vector<exec::Extent> own_;
+  std::vector<Run> runs_;
+  // Gathered payloads: a block for each rank, in which each extent has a place.
+  std::size_t block_bytes_ = 0;
+  std::vector<exec::Array> blocks_;
+  std::vector<std::size_t> places_;
+  std::vector<Slotted> layout_;
+  // Factors.
+  std::size_t left_ = 0, right_ = 0;  // elements
+  double* columns_ = nullptr;
+  FactorRoom room_;
+  float* scales_ = nullptr;
+  std::vector<FactoredMatrix> factored_;
+};
+
+}  // namespace gradwire::cuda

@@ -1,0 +1,39 @@
+// How a call is carried out, decided in one place for CPUs and GPUs. All ranks decide alike, since
+// only what they have in common counts.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "gradwire/exec/plan/request.h"
+
+namespace gradwire::exec {
+
+enum class Method : std::uint8_t {
+  kPlan,      // a schedule
+  kNative,    // collectives of the library between GPUs
+  kGather,    // payloads, encoded once, are gathered and added
+  kLowRank,   // two all_reduces of factors
+  kExchange,  // payloads are gathered; the caller encodes and decodes
+};
+
+// What decides besides the request. For CPUs the defaults hold.
+struct GpuLinks {
+  bool are_used = false;          // the call is on GPUs
+  bool have_collectives = false;  // the library between them has its own
+  bool one_level = false;         // one GPU on each host, or one host
+  std::string_view name;          // of the way of their messages, for errors
+};
+
+struct Decision {
+  Method method = Method::kPlan;
+  std::string_view algorithm;  // of the plan or, for payloads, of their all_gather
+
+  bool operator==(const Decision&) const = default;
+};
+
+// Decides the method of a call, which feeds back or not. Throws InvalidArgument or ScheduleError if
+// the request is not possible; for kPlan, PlanCache::find() says the rest.
+Decision decide(const Request& request, bool feeds_back, const GpuLinks& links = {});
+
+}  // namespace gradwire::exec

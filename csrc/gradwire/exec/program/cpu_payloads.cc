@@ -1,0 +1,129 @@
+// The steps of a CpuDevice that exchange payloads: those of a codec, with a table of their lengths
+// in front, which every rank adds up in rank order; and those of codecs written in Python.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "gradwire/base/error.h"
+#include "gradwire/codec/feedback/residuals.h"
+#include "gradwire/codec/reduction/average.h"
+#include "gradwire/exec/program/cpu_device.h"
+
+namespace gradwire::exec {
+namespace {
+
+// Returns the size of the table in front of the payloads, which has the length of each extent's
+// payload.
+std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint32_t); }
+
+}  // namespace
+
+void CpuDevice::begin_payloads() {
+  if (original_.payloads) {
+    limit_ = original_.payloads->limit;
+  } else {
+    limit_ = table_bytes(program_.counts().size());
+    for (std::uint64_t count : program_.counts()) limit_ += original_.codec->max_bytes(count);
+  }
+  Request gather = program_.phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
+  gather.algorithm = program_.decision().algorithm;
+  payloads_.start(gather);
+}
+
+const Request* CpuDevice::exchange_lengths() {
+  const auto& given = original_.payloads;
+  if (!given) return &payloads_.lengths(used_);
+  payloads_.own() = given->own;
+  return &payloads_.lengths(given->own.size(), given->finite);
+}
+
+void CpuDevice::hand_over() {
+  ExchangePayloads& payloads = *original_.payloads;
+  for (Rank r = 0; r < original_.size; ++r) {
+    const ConstBytes payload = payloads_.of(r);
+    payloads.all.insert(payloads.all.end(), payload.begin(), payload.end());
+    payloads.ends.push_back(payloads.all.size());
+  }
+  payloads.all_finite = payloads_.all_flagged();
+}
+
+void CpuDevice::encode(std::span<const Extent> extents) {
+  const Stopwatch stopwatch(spent_.encode);
+  const codec::Codec& codec = *original_.codec;
+  std::vector<std::byte>& out = payloads_.own();
+  if (out.size() < limit_) out.resize(limit_);
+  used_ = table_bytes(extents.size());
+  for (const Extent& each : extents) {
+    feedback_.prepare(codec, each.index, each.x);
+    const codec::EncodeContext context = feedback_.context(each.index, original_.rank, operation_);
+    const std::size_t size =
+        codec::encode(codec, each.x, each.count, context, Bytes(out).subspan(used_));
+    const auto length = static_cast<std::uint32_t>(size);
+    std::memcpy(out.data() + table_bytes(each.index), &length, sizeof length);
+    used_ += size;
+  }
+  feedback_.adapt(codec);
+}
+
+void CpuDevice::add_up(std::span<const Extent> extents) {
+  const Stopwatch stopwatch(spent_.decode);
+  starts_.assign(static_cast<std::size_t>(original_.size), table_bytes(extents.size()));
+  parts_.resize(starts_.size());
+  for (const Extent& each : extents) {
+    for (Rank r = 0; r < original_.size; ++r) take_part(r, each.index);
+    if (each.y != nullptr) sum(each);
+  }
+  check_ends();
+}
+
+// Takes a rank's part of an extent. Its length is not trusted: it is checked, and loaded once.
+void CpuDevice::take_part(Rank from, std::size_t extent) {
+  const auto r = static_cast<std::size_t>(from);
+  const ConstBytes all = payloads_.of(from);
+  std::uint32_t length = 0;
+  if (all.size() >= table_bytes(program_.counts().size()))
+    std::memcpy(&length, all.data() + table_bytes(extent), sizeof length);
+  if (starts_[r] > all.size() || length > all.size() - starts_[r])
+    refuse(from, "it is shorter than its parts");
+  parts_[r] = all.subspan(starts_[r], length);
+  starts_[r] += length;
+}
+
+void CpuDevice::check_ends() const {
+  for (Rank r = 0; r < original_.size; ++r)
+    if (starts_[static_cast<std::size_t>(r)] != payloads_.of(r).size())
+      refuse(r, "it is longer than its parts");
+}
+
+// Sums an extent's parts.
+void CpuDevice::sum(const Extent& extent) {
+  try {
+    original_.codec->decode_sum(parts_, extent.y, extent.count);
+  } catch (const InvalidArgument& error) {
+    refuse(blame(extent.count), error.what());
+  }
+  mark({&extent, 1});
+  if (original_.op == ReduceOp::kAvg) average({&extent, 1});
+}
+
+// Returns the rank whose part of an extent cannot be decoded, when it is known that there is one.
+Rank CpuDevice::blame(std::size_t count) const {
+  std::vector<float> scratch(count);
+  for (Rank r = 0; r < original_.size; ++r) {
+    const ConstBytes part = parts_[static_cast<std::size_t>(r)];
+    try {
+      if (original_.codec->decode(part, scratch.data(), count).bytes != part.size()) return r;
+    } catch (const InvalidArgument&) {
+      return r;
+    }
+  }
+  return original_.rank;
+}
+
+void CpuDevice::refuse(Rank from, const std::string& why) const {
+  throw TransportError("rank " + std::to_string(original_.rank) + ": rank " + std::to_string(from) +
+                           " sent a payload that can't be decoded: " + why,
+                       from);
+}
+
+}  // namespace gradwire::exec
