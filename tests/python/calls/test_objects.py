@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradwire import Aborted, Communicator, InvalidArgument
-from ranks import Outcome, on_ranks, outcomes
+from ranks import Outcome, on_ranks, outcomes, run
 
 SIZES = pytest.mark.parametrize("p", [1, 2, 3, 5])
 

@@ -193,7 +193,7 @@ def test_rank_0_has_the_state_at_the_beginning(
 ) -> None:
     comm = ranks(rank)
     session = scripted(owns=owns)
-    session._reach.return_value = comm, joined
+    session._connect.return_value = comm, joined
     assert session.__enter__() is session
     comm.all_gather_object.assert_called_once_with((has, 0, False))
     assert comm.accept_joins.called != owns
@@ -206,7 +206,7 @@ def test_ranks_meet_again_where_one_fails_at_the_beginning() -> None:
     first.all_gather_object.side_effect = BROKEN
     first.resize.return_value = second
     session = scripted()
-    session._reach.return_value = first, False
+    session._connect.return_value = first, False
     with session:
         assert session.communicator is second
         assert (session._target, session._failure, session.changes) == (3, BROKEN, 1)
@@ -216,7 +216,7 @@ def test_an_error_at_the_beginning_ends_the_session() -> None:
     comm = ranks()
     comm.all_gather_object.side_effect = InvalidArgument("no")
     session = scripted()
-    session._reach.return_value = comm, False
+    session._connect.return_value = comm, False
     with pytest.raises(InvalidArgument, match="no"), session:
         pass
     comm.abort.assert_called_once()
@@ -326,5 +326,5 @@ def test_a_session_makes_a_communicator_that_others_can_join(
     comm = mock.Mock(spec=gradwire.Communicator, rank=0, size=1, joined=0)
     init = mock.Mock(return_value=comm)
     monkeypatch.setattr(gradwire, "init", init)
-    assert made(ranks=given)._reach() == (comm, False)
+    assert made(ranks=given)._connect() == (comm, False)
     init.assert_called_once_with(elastic=True, **options)
