@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch_pool import on_ranks
+from torch_versions import WRAPS
 
 LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conjugated": torch.conj,
@@ -65,6 +66,9 @@ def result(name: str, kind: str, of_out: bool, of_x: bool) -> torch.Tensor:
     return out
 
 
+@pytest.mark.skipif(
+    WRAPS, reason="this torch gives every backend a copy, and reads it before the call has ended"
+)
 @pytest.mark.parametrize("kind", LAZY)
 @on_ranks
 def test_calls_on_a_view_do_what_they_do_on_a_copy(kind: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch_ranks
 from ranks import LIMIT
 from torch_pool import on_ranks
+from torch_versions import forwards_all
 
 SOON = timedelta(seconds=0.05)
 
@@ -24,6 +25,7 @@ def begun(group: Any, x: torch.Tensor) -> Any:
     return dist.all_reduce(x, group=group, async_op=True)
 
 
+@forwards_all
 @on_ranks
 def test_an_operation_is_complete_once_all_ranks_have_come() -> None:
     """The last rank comes only when all others have found the operation unfinished."""
@@ -58,6 +60,7 @@ def test_who_waits_in_vain_may_wait_again() -> None:
     assert x.tolist() == [dist.get_world_size()] * 3
 
 
+@forwards_all
 @torch_ranks.on_ranks(2, backend="gradwire")
 def test_a_failed_operation_is_over_without_success() -> None:
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group()
