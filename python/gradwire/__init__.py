@@ -29,7 +29,7 @@ from gradwire._launch import at_exit as _at_exit  # noqa: F401 - before what pro
 if TYPE_CHECKING:
     from gradwire import codec
     from gradwire._base.stops import catch_stops
-    from gradwire._calls.work import Work
+    from gradwire._calls.on_cpu import Work
     from gradwire._communicator import Communicator, Traffic
     from gradwire._feedback import ErrorFeedback
     from gradwire._init import init, join
@@ -86,7 +86,7 @@ _HOMES = {
     "ScheduleBuilder": "gradwire._schedules.schedule",
     "Shape": "gradwire._schedules.report",
     "Traffic": "gradwire._communicator",
-    "Work": "gradwire._calls.work",
+    "Work": "gradwire._calls.on_cpu",
     "advise": "gradwire.lab.planner.advice",
     "algorithms": "gradwire._schedules.schedule",
     "catch_stops": "gradwire._base.stops",

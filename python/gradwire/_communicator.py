@@ -27,7 +27,7 @@ from gradwire._calls.mpi_names import MpiNames
 from gradwire._calls.objects import ObjectCollectives
 from gradwire._calls.on_cpu import CpuCalls
 from gradwire._calls.on_gpu import call_on_gpu
-from gradwire._calls.options import Options
+from gradwire._calls.requests import Options
 from gradwire._calls.variable import VariableCollectives
 from gradwire._errors import InvalidArgument
 from gradwire._launch import at_exit
@@ -383,8 +383,7 @@ class Communicator(
 
     def _clear_call_cache(self) -> None:
         """Drops cached calls and the choice of barrier, which depend on the cost model."""
-        self._calls.clear_cache()
-        self._call_cache = self._calls.call_cache  # for fast_path_method
+        self._call_cache = self._calls.clear_cache()  # for fast_path_method
         self._barrier = ""
         self._butterflies = Butterfly(self._hosts)
 

@@ -6,8 +6,10 @@ a list with one array for each rank, of any sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from gradwire._arrays.operands import (
     Operand,
@@ -19,6 +21,10 @@ from gradwire._arrays.operands import (
     writable,
 )
 from gradwire._errors import InvalidArgument
+
+Check: TypeAlias = Literal["shape", "size"] | None
+_Shape: TypeAlias = tuple[int, ...]
+_ASKED = ("all_gather", "shape")  # otherwise blocks may have any shapes
 
 
 class Place(NamedTuple):
@@ -249,3 +255,36 @@ def _require_disjoint(inputs: Sequence[Operand], outputs: Sequence[Operand]) -> 
 def _later(a: Operand | None, b: Operand) -> Operand:
     """The operand that ends later in memory."""
     return b if a is None or b.address + b.nbytes > a.address + a.nbytes else a
+
+
+def shapes_text(name: str, buffers: Buffers, check: Check) -> str | None:
+    """The shapes of the arrays that must be alike on all ranks; None when none are compared.
+
+    Raises InvalidArgument for an unknown `check`.
+    """
+    if check not in (None, "shape", "size"):
+        raise InvalidArgument(
+            f"check={check!r}: give 'shape' to compare shapes in every call, 'size' to compare "
+            "numbers of elements only, or None to compare shapes in the first call that has them"
+        )
+    if check == "size":
+        return None
+    if name in ("all_reduce", "reduce", "reduce_scatter") or (name, check) == _ASKED:
+        return _joined(tuple(map(_own_shape, buffers.inputs)))
+    if name == "broadcast":
+        return _joined(tuple(map(_own_shape, buffers.outputs)))
+    return None  # each rank may have its own shapes
+
+
+def _own_shape(block: Operand) -> _Shape:
+    """The shape of an operand; that of the block if it is a block of an array."""
+    if prod(block.shape) == block.elements:
+        return block.shape
+    first, *rest = block.shape
+    return (block.elements // max(1, prod(rest)), *rest) if first else block.shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(shapes: tuple[_Shape, ...]) -> str:
+    """Shapes as a text, without dimensions of size 1, which do not count."""
+    return ", ".join(str(tuple(size for size in shape if size != 1)) for shape in shapes)

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from gradwire import _core
 from gradwire._arrays import buffers
-from gradwire._arrays.shapes import Check
+from gradwire._arrays.buffers import Check
 from gradwire._calls.communicator_like import CommunicatorLike
-from gradwire._calls.options import Options
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike, Options
 from gradwire._feedback import ErrorFeedback
 from gradwire._schedules.schedule import Schedule
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from gradwire import _core
 from gradwire._arrays.buffers import Buffers, Place
-from gradwire._calls.options import Options
+from gradwire._calls.requests import Options
 
 
 class CommunicatorLike(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 from gradwire._arrays.operands import on_cpu, writable, written
 from gradwire._base.arguments import flag
 from gradwire._calls.communicator_like import CommunicatorLike
-from gradwire._calls.work import Work
+from gradwire._calls.on_cpu import Work
 
 
 class Messages:

@@ -1,18 +1,18 @@
-"""Calls with arrays on a GPU, which are enqueued on a stream."""
+"""Calls with arrays on a GPU, which are enqueued on a stream, and their Work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradwire._arrays import buffers
-from gradwire._arrays.buffers import Buffers, Place
-from gradwire._arrays.operands import written
-from gradwire._calls import reductions, scaling
+from gradwire import _core
+from gradwire._arrays import cuda_arrays
+from gradwire._arrays.buffers import Buffers, Place, require_one_on_gpu
+from gradwire._arrays.operands import Operand, written
+from gradwire._base.arguments import seconds
 from gradwire._calls.gpus import Gpu
-from gradwire._calls.options import Options
-from gradwire._calls.requests import request_of
-from gradwire._calls.work import GpuWork
+from gradwire._calls.on_cpu import Work
+from gradwire._calls.requests import Options, prepare, request_of, require_none_on_gpu
 from gradwire._errors import InvalidArgument
 
 _COLLECTIVES = (
@@ -40,9 +40,9 @@ def call_on_gpu(
     `gpu_of` returns this rank's GPU, which the first call sets up. `timeout` is the default, in
     seconds. Raises InvalidArgument for another GPU than that of the first call.
     """
-    scaling.require_none_on_gpu(options)
-    buffers.require_one_on_gpu(name, given)
-    call = reductions.prepare(name, given, options, place, on_gpu=True)
+    require_none_on_gpu(options)
+    require_one_on_gpu(name, given)
+    call = prepare(name, given, options, place, on_gpu=True)
     gpu, request = gpu_of(device), request_of(call, options)
     if device != gpu.device:
         raise InvalidArgument(
@@ -57,3 +57,39 @@ def call_on_gpu(
         return GpuWork(gpu, event, name, call.finish, arrays)
     gpu.run(request, call.feedback, arrays, limit)
     return call.finish()
+
+
+class GpuWork(Work):
+    """The Work of a call on a GPU: it is over when the GPU is done, and the host never waits."""
+
+    __slots__ = ("_arrays", "_event", "_gpu")
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        event: _core.CudaEvent,
+        name: str,
+        result: Callable[[], Any],
+        arrays: Sequence[Operand],
+    ) -> None:
+        self._gpu, self._event, self._name, self._result = gpu, event, name, result
+        self._arrays, self._dropped = arrays, None
+
+    def done(self) -> bool:
+        """Whether the GPU has finished the operation."""
+        return self._event.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Makes the caller's current streams wait; returns the result, for use on these streams.
+
+        Raises the communicator's failure if that is known. `timeout` has no effect, since the host
+        does not wait.
+        """
+        if timeout is not None:
+            seconds(timeout)
+        self._gpu.require_alive()
+        for stream in cuda_arrays.streams_of(
+            (each.array for each in self._arrays), self._gpu.device
+        ):
+            self._event.wait(stream)
+        return self._result()

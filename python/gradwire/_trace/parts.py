@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire._errors import InvalidArgument
-from gradwire._trace import clock, names
-from gradwire._trace.track import Span, TracedRank, Track
+from gradwire._trace import clock
+from gradwire._trace.track import Span, TracedRank, Track, background
 
 SUFFIX = ".gradwire-part"
 
@@ -94,7 +94,7 @@ def part_of(tracks: Sequence[Track], forgotten: int = 0) -> TracePart:
         offset,
         error,
         [_record(each) for each in tracks],
-        sorted(names.background),
+        sorted(background),
         forgotten,
     )
 

@@ -1,12 +1,13 @@
-"""Track: what one communicator of this process records."""
+"""Track: what one communicator of this process records, and the names of its calls."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from gradwire import _core
@@ -39,6 +40,14 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
 
+class _Calls(threading.local):
+    """The calls that this thread makes."""
+
+    name: str | None = None  # lines, of which the first is the title
+
+
+calls = _Calls()
+background: set[int] = set()  # numbers of threads that wait for calls on behalf of others
 _numbers = itertools.count()
 
 # Events as they lie in memory, how many came before them, texts of labels, those without room.
@@ -53,7 +62,7 @@ class Track:
         self.place, self.number = place, next(_numbers)
         self._owner = weakref.ref(owner)
         self._core: _core.Communicator | None = core
-        self.recorder: _core.Recorder | None = None
+        self.recorder: _core.Recorder | None = None  # while it records
         self._kept: Recorded | None = None  # of a communicator that has ended
         self.spans: deque[Span] = deque()
         self.spans_dropped = 0
@@ -62,11 +71,6 @@ class Track:
     def owner(self) -> Any:
         """The communicator; None when it is gone."""
         return self._owner()
-
-    @property
-    def on(self) -> bool:
-        """Whether it records."""
-        return self.recorder is not None
 
     def start(self, events: int) -> None:
         """Records the last so many events from the next call on."""
@@ -110,3 +114,18 @@ class Track:
             return
         self.spans_dropped += len(self.spans) == self.spans.maxlen
         self.spans.append(Span(name, begin, clock.now(), threading.get_native_id(), args))
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Gives this thread's calls in the block a name."""
+    calls.name = name
+    try:
+        yield
+    finally:
+        calls.name = None
+
+
+def note_background_thread() -> None:
+    """Notes that this thread waits for calls on behalf of others."""
+    background.add(threading.get_native_id())

@@ -30,7 +30,7 @@ from gradwire.torch.ddp.register import register, stats
 from gradwire.torch.ddp.state import State
 from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.rules import Stages
-from gradwire.torch.exchange.stats import CodecStats, Stats, StepStats
+from gradwire.torch.exchange.steps import CodecStats, Stats, StepStats
 from gradwire.torch.fsdp.register import register_fsdp
 from gradwire.torch.fsdp.state import FSDPState
 from gradwire.torch.optimizers.one_bit_adam import OneBitAdam

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gradwire._calls.reductions import native
+from gradwire._calls.requests import native
 from gradwire._errors import InvalidArgument
 from gradwire.torch.exchange.compression import START, Compression
 

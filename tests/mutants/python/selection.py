@@ -33,17 +33,14 @@ def _backend(*names: str) -> tuple[str, ...]:
 TESTS: dict[str, tuple[str, ...]] = {
     "_calls/objects.py": ("calls/test_whole_call_timeouts.py", "calls/test_objects.py"),
     "_calls/variable.py": ("calls/test_whole_call_timeouts.py", "calls/test_variable_sizes.py"),
-    "_calls/scaling.py": ("calls/test_scaling.py",),
     "_calls/python_codec.py": ("compression/test_python_codecs.py",),
-    "_calls/reductions.py": (
+    "_calls/requests.py": (
         *("compression/test_codec_payloads.py", "compression/test_feedback.py"),
-        *("calls/test_arguments.py", "calls/test_several_arrays.py"),
-        "compression/test_python_codecs.py",
+        *("compression/test_python_codecs.py", "calls/test_scaling.py"),
+        *_CALLS,
     ),
     "_calls/collectives.py": _CALLS,
     "_calls/on_cpu.py": _CALLS,
-    "_calls/options.py": _CALLS,
-    "_calls/work.py": _CALLS,
     "_bootstrap/connect.py": tuple(
         f"joining/test_{each}.py"
         for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages")
@@ -66,20 +63,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "torch/elastic/averaging.py": ("torch_elastic/test_elastic_averager.py", *_ELASTIC),
     "torch/elastic/session.py": _ELASTIC,
     "torch/elastic/members.py": ("torch_elastic/test_elastic_decisions.py",),
-    "torch/exchange/buckets.py": ("torch_hook/test_scales.py", *_HOOK),
     "torch/exchange/gradient_scale.py": _FEEDBACK,
-    "torch/ddp/guard.py": ("torch_hook/test_guard_rules.py", "torch_hook/test_torch_guard.py"),
-    "torch/ddp/momentum.py": ("torch_hook/test_velocities.py", "torch_hook/test_torch_momentum.py"),
-    "torch/ddp/repacking.py": (
-        *("torch_hook/test_repacking.py", "torch_hook/test_torch_saved.py"),
-        *_HOOK,
+    "torch/ddp/model_hooks.py": (
+        "torch_hook/test_guard_rules.py",
+        "torch_hook/test_torch_guard.py",
     ),
+    "torch/ddp/momentum.py": ("torch_hook/test_velocities.py", "torch_hook/test_torch_momentum.py"),
+    "torch/ddp/training_state.py": ("torch_hook/test_repacking.py", *_FEEDBACK, *_HOOK),
     "torch/exchange/residual_state.py": _FEEDBACK,
     "torch/exchange/rules.py": (
-        "torch_hook/test_torch_rules.py",
-        "torch_hook/test_torch_defaults.py",
+        *("torch_hook/test_torch_rules.py", "torch_hook/test_torch_defaults.py"),
+        *("torch_hook/test_scales.py", *_HOOK),
     ),
-    "torch/ddp/steps.py": ("torch_hook/test_hook_steps.py", *_HOOK),
+    "torch/ddp/hook.py": ("torch_hook/test_hook_steps.py", *_HOOK),
     "torch/backend/collectives.py": (_STAGING, *_backend("collectives", "views"), _COMPRESSED),
     "torch/backend/mailbox.py": ("torch_backend/test_mailbox.py", *_backend("messages", "blame")),
     "torch/backend/operations.py": (
@@ -119,7 +115,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "os.eventfd_write(self._wake, 1) os.eventfd_write(self._wake, 2)",
     ): "any number makes the eventfd readable, and one read empties it",
     (
-        "_calls/reductions.py",
+        "_calls/requests.py",
         "return call._replace(finish=decode, feedback=None, keys=(), reduction=reduction, "
         "is_late=True) return call._replace(finish=decode, feedback=None, reduction=reduction, "
         "is_late=True)",

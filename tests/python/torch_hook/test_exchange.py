@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from gradwire import Communicator, ErrorFeedback, TransportError
-from gradwire.torch.exchange.buckets import Bucket
 from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Averages, Exchange
 from gradwire.torch.exchange.gradient_scale import GradientScale
 from gradwire.torch.exchange.residual_state import ResidualState
-from gradwire.torch.exchange.rules import Rules, Stages
+from gradwire.torch.exchange.rules import Bucket, Rules, Stages
 from gradwire.torch.optimizers.warm_up_rules import WarmUpRules
 from ranks import on_ranks, run
 

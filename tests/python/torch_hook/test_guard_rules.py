@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire import Error
-from gradwire.torch.ddp import guard as module
-from gradwire.torch.ddp.guard import Guard
+from gradwire.torch.ddp import model_hooks as module
+from gradwire.torch.ddp.model_hooks import Guard
 
 
 @dataclass
@@ -19,15 +19,18 @@ class Output:
 
 
 class Model:
-    """Three parameters, of which the last one is frozen, and a guard."""
+    """Three parameters, of which the last one is frozen, and a guard, for which it is the steps."""
 
     def __init__(self) -> None:
         self.a, self.b = (torch.ones(2, requires_grad=True) for _ in range(2))
-        self.averaged = 0
+        self.submitted_steps = 0
         named = {"a": self.a, "b": self.b, "frozen": torch.ones(2)}
-        self.guard = Guard(named, lambda: self.averaged)
+        steps: Any = self
+        self.guard = Guard(named, steps)
         self.begun: list[int] = []
-        self.guard.on_backward = lambda: self.begun.append(1)
+
+    def begin_backward(self) -> None:
+        self.begun.append(1)
 
     def backward(self, *parameters: torch.Tensor, hook: bool) -> None:
         output = torch.stack([each.sum() for each in parameters]).sum()
@@ -37,18 +40,16 @@ class Model:
         output.backward()
 
     def count(self) -> None:
-        self.averaged += 1
+        self.submitted_steps += 1
 
 
 def test_a_backward_that_reaches_the_hook_is_left_alone() -> None:
     model = Model()
     for step in range(3):
-        model.averaged = step
+        model.submitted_steps = step
         model.backward(model.a, model.b, hook=True)
         model.guard.require_averaged()
     assert model.begun == [1, 1, 1]
-    model.guard.on_backward = None
-    model.backward(model.a, model.b, hook=True)
 
 
 def test_a_backward_that_does_not_raises_at_its_end() -> None:
@@ -69,7 +70,7 @@ def test_what_is_missing_may_come_in_the_next_backward() -> None:
     with pytest.raises(Error, match=r"find_unused_parameters=True$"):
         model.backward(model.b, hook=False)  # now all have one, and none was averaged
     model.backward(model.a, hook=False)
-    model.averaged += 1
+    model.submitted_steps += 1
     model.guard.require_averaged()
     model.backward(model.b, hook=False)  # begins anew
     with pytest.raises(Error, match=r"no gradient came for a$"):

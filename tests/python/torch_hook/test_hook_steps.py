@@ -11,8 +11,8 @@ import pytest
 import torch
 from gradwire import Aborted, TransportError
 from gradwire._communicator import Traffic
-from gradwire.torch.ddp import steps as module
-from gradwire.torch.ddp.steps import Steps
+from gradwire.torch.ddp import hook as module
+from gradwire.torch.ddp.hook import Steps
 from gradwire.torch.exchange.gradient_scale import GradientScale
 from torch.futures import Future
 
@@ -39,18 +39,26 @@ class Queue:
         self.closed_after = seconds
 
 
-def made(*, holds: bool = False, joins: Any = None, unused: Any = None) -> Any:
+def made(*, holds: bool = False, ddp: Any = None, unused: Any = None) -> Any:
     comm = mock.Mock(rank=0, size=2, _gpu_stream=None, traffic=Traffic(0, 0))
     state = mock.Mock(holds_buckets=holds, unused=unused, names={})
     state.scales.followed = False
     state.ready_buckets.side_effect = lambda bucket, last: [mock.Mock(names=["w"])]
-    steps: Any = Steps(comm, "ring", state, joins)
-    steps.spans, steps.completions = mock.MagicMock(), Queue()
+    steps: Any = Steps(comm, "ring", state, ddp)
+    steps._spans, steps.completions = mock.Mock(), Queue()
     steps.exchange = mock.Mock(communicator=comm, residuals=mock.Mock(is_counted=True))
     steps.exchange.take.return_value = []
     steps.exchange.end.side_effect = lambda ok: ok
     steps.counters = mock.Mock()
     return steps
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, **kind: Any) -> tuple[Any, Any]:
+    """A model within its `join()`, and what all its steps are."""
+    joined, ddp = mock.Mock(**kind), mock.Mock()
+    monkeypatch.setattr(module, "JoinStep", mock.Mock(return_value=joined))
+    ddp._join_config.enable = True
+    return joined, ddp
 
 
 def on_gpu() -> Any:
@@ -66,7 +74,8 @@ def bucket(steps: Any, last: bool = True, count: int = 3, **kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_a_step_ends_with_its_last_bucket(holds: bool) -> None:
+def test_a_step_ends_with_its_last_bucket(holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "naming", naming := mock.MagicMock())
     steps = made(holds=holds)
     steps.end_backward()  # nothing is under way
     one, buffer = bucket(steps, last=False)
@@ -84,7 +93,7 @@ def test_a_step_ends_with_its_last_bucket(holds: bool) -> None:
     steps.exchange.end.assert_called_once_with(True)
     (kept, buckets, nbytes, _), _ = steps.counters.end_step.call_args
     assert (kept, buckets, nbytes) == (True, 2, 4 * (3 + 5))
-    assert [each.args for each in steps.spans.naming.call_args_list] == [(0, ["w"]), (1, ["w"])]
+    assert naming.call_args_list == [mock.call("#bucket 0\nw"), mock.call("#bucket 1\nw")]
     assert steps.done == 1
     steps.end_backward()
     assert steps._step.waiting == []
@@ -97,9 +106,10 @@ def test_backward_waits_for_the_end_and_counts_its_time(monkeypatch: pytest.Monk
     steps = made()
     clock = iter([10.0, 12.5])
     monkeypatch.setattr(module, "time", mock.Mock(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(module, "clock", mock.Mock(now=lambda: 77))
     steps.end_backward()
     steps.counters.waited.assert_called_once_with(2.5)
-    steps.spans.end_backward.assert_called_once_with(steps.spans.now.return_value)
+    steps.spans.end_backward.assert_called_once_with(77)
     steps._step.ended = mock.Mock(wait=mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(module, "time", mock.Mock(perf_counter=lambda: 0.0))
     with pytest.raises(KeyboardInterrupt):
@@ -219,12 +229,12 @@ def test_close_ends_what_is_in_flight(pending: int, why: str | None, owns: bool)
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_the_last_bucket_says_what_was_unused(joined: bool) -> None:
+def test_the_last_bucket_says_what_was_unused(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unused = mock.Mock()
-    joins = mock.Mock(has_joined=True, in_join=False) if joined else None
-    steps = made(unused=unused, joins=joins)
-    if joined:
-        joins.begin_step.return_value = False
+    _, ddp = joining(monkeypatch, trains=False, counts=False)
+    steps = made(unused=unused, ddp=ddp if joined else None)
     bucket(steps, last=False)
     assert not steps.exchange.add.called
     bucket(steps)
@@ -233,34 +243,50 @@ def test_the_last_bucket_says_what_was_unused(joined: bool) -> None:
 
 
 @pytest.mark.parametrize("over_active", [False, True])
-def test_ranks_that_have_inputs_left_share_the_average(over_active: bool) -> None:
-    joins = mock.Mock(in_join=True)
-    joins.begin_step.return_value, joins.correction.return_value = over_active, 2.0
-    steps = made(joins=joins)
+def test_ranks_that_have_inputs_left_share_the_average(
+    over_active: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, ddp = joining(monkeypatch, trains=True, counts=over_active)
+    joined.correction.return_value = 2.0
+    steps = made(ddp=ddp)
     assert steps.in_join
     one, first = bucket(steps, last=False)
     steps.completions.complete()
     assert one.done() != over_active
     _, second = bucket(steps)
-    assert joins.share_count.called == over_active
+    assert joined.share_count.called == over_active
     steps.completions.complete()
     for buffer in (first, second):
         assert (buffer == (2 if over_active else 1)).all()
     assert one.done()
     assert not made().in_join
-    assert not made(joins=mock.Mock(in_join=False)).in_join
+    ddp._join_config.enable = False
+    assert not steps.in_join
 
 
-@pytest.mark.parametrize(("in_join", "on_host"), [(True, True), (False, False)])
-def test_the_scale_of_a_step_is_agreed_on_where_ranks_join(in_join: bool, on_host: bool) -> None:
-    joins = mock.Mock(in_join=in_join)
-    steps = made(joins=joins)
-    assert steps._read_scale() == GradientScale()
+def test_a_rank_trains_in_a_step_after_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ddp = joining(monkeypatch, trains=True, counts=False)
+    steps = made(ddp=ddp)
+    for forwards in ([True, False], [False], []):
+        for trains in forwards:
+            steps.end_forward(trains=trains)
+        bucket(steps)
+        steps.completions.complete()
+    assert module.JoinStep.call_args_list == [  # type: ignore[attr-defined]
+        mock.call(ddp, trains=each) for each in (True, False, False)
+    ]
+
+
+@pytest.mark.parametrize("in_join", [True, False])
+def test_the_scale_of_a_step_is_agreed_on_where_ranks_join(in_join: bool) -> None:
+    joined = mock.Mock() if in_join else None
+    steps = made()
+    assert steps._read_scale(joined) == GradientScale()
     steps.state.scales.followed = True
     read = steps.state.scales.read
-    found = steps._read_scale()
-    read.assert_called_once_with(on_host=on_host)
-    assert found is (joins.agree_on_scale.return_value if in_join else read.return_value)
+    found = steps._read_scale(joined)
+    read.assert_called_once_with(on_host=in_join)
+    assert found is (read.return_value if joined is None else joined.agree_on_scale.return_value)
 
 
 @pytest.mark.parametrize("handle", [None, 77])
@@ -282,4 +308,4 @@ def test_a_bucket_on_a_gpu_is_complete_at_once_for_its_stream(
 def test_ranges_are_named_where_a_profiler_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for enabled in (True, False):
         monkeypatch.setattr(torch.autograd, "_profiler_enabled", lambda enabled=enabled: enabled)
-        assert (module._profiled("x") is not module._UNPROFILED) == enabled
+        assert (module._profiled("x") is not module._NOTHING) == enabled

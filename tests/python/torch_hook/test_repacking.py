@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.torch.ddp.repacking import BucketRepacker, Layout
-from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.ddp.training_state import BucketRepacker, Layout
+from gradwire.torch.exchange.rules import Bucket
 
 SIZES = {"a": 2, "b": 3, "c": 4}
 A: Layout = (("c", "b"), ("a",))

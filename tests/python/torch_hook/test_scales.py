@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from gradwire import Error, ErrorFeedback, InvalidArgument
-from gradwire.torch.exchange import buckets
-from gradwire.torch.exchange.buckets import Bucket, BucketLayout
+from gradwire.torch.exchange import rules
+from gradwire.torch.exchange.engine import round_into
 from gradwire.torch.exchange.gradient_scale import (
     GradientScale,
     PersistentState,
@@ -19,7 +19,7 @@ from gradwire.torch.exchange.gradient_scale import (
     persistent_state_of,
 )
 from gradwire.torch.exchange.residual_state import Call, ResidualState
-from gradwire.torch.exchange.rules import Rules, Stages
+from gradwire.torch.exchange.rules import Bucket, BucketLayout, Rules, Stages
 
 UNKNOWN = GradientScale()
 
@@ -328,23 +328,23 @@ def test_residuals_follow_a_scale_on_a_gpu_there(monkeypatch: pytest.MonkeyPatch
 def test_codecs_apply_to_float32_and_on_the_cpu_to_16_bits(
     dtype: torch.dtype, device: str, fits: bool
 ) -> None:
-    assert buckets.compressible(torch.empty(3, dtype=dtype, device=device)) is fits
+    assert rules.compressible(torch.empty(3, dtype=dtype, device=device)) is fits
 
 
 @pytest.mark.parametrize(
     ("ranks", "codec"), [(1, "fp16"), (2, 1 / 2), (3, 1 / 4), (4, 1 / 4), (5, 1 / 8)]
 )
 def test_sums_of_16_bits_do_not_overflow(ranks: int, codec: Any) -> None:
-    assert buckets.codec_for_16_bits(torch.bfloat16, ranks) == "bf16"
+    assert rules.codec_for_16_bits(torch.bfloat16, ranks) == "bf16"
     wanted = codec if isinstance(codec, str) else f"fp16:scale={codec}"
-    assert buckets.codec_for_16_bits(torch.float16, ranks) == wanted
+    assert rules.codec_for_16_bits(torch.float16, ranks) == wanted
 
 
 def test_finite_averages_stay_finite() -> None:
     average = torch.tensor([1e6, -1e6, math.inf, math.nan, 2.0])
     half, brain = (torch.zeros(5, dtype=each) for each in (torch.float16, torch.bfloat16))
-    buckets.round_into(half, average)
-    buckets.round_into(brain, average)
+    round_into(half, average)
+    round_into(brain, average)
     assert half.tolist()[:3] == [65504, -65504, math.inf]
     assert half.isnan().tolist() == [False, False, False, True, False]
     assert half[4] == brain[4] == 2
@@ -353,10 +353,10 @@ def test_finite_averages_stay_finite() -> None:
 
 def test_complex_gradients_are_pairs() -> None:
     pairs, real = torch.zeros(2, 3, dtype=torch.complex64), torch.zeros(2, 3)
-    assert buckets.gradient_shape(pairs) == (2, 3, 2)
-    assert (buckets.gradient_elements(pairs), buckets.gradient_elements(real)) == (12, 6)
-    assert buckets.real_view(pairs).shape == (12,)
-    assert buckets.real_view(real) is real
+    assert rules.gradient_shape(pairs) == (2, 3, 2)
+    assert (rules.gradient_elements(pairs), rules.gradient_elements(real)) == (12, 6)
+    assert rules.real_view(pairs).shape == (12,)
+    assert rules.real_view(real) is real
 
 
 @pytest.mark.parametrize(

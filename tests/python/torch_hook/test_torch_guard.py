@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_ranks
 from gradwire.torch import State, register
-from gradwire.torch.ddp.guard import _without_gradient
+from gradwire.torch.ddp.model_hooks import _without_gradient
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel

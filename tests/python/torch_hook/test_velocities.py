@@ -9,7 +9,7 @@ import pytest
 import torch
 from gradwire import ErrorFeedback, InvalidArgument
 from gradwire.torch.ddp.momentum import Momentum, Velocities, momentum_of
-from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.exchange.rules import Bucket
 
 
 def bucket(**gradients: torch.Tensor) -> Bucket:

@@ -250,7 +250,7 @@ def fail_in_trace(comm: gradwire.Communicator, path: Path, at: str) -> bool:
         comm.gather_object = functools.partial(_abort, comm)  # type: ignore[method-assign]
     with pytest.raises(gradwire.Aborted), gradwire.trace(path, communicator=comm):
         comm.barrier()
-    return session._session is None and not comm._track.on
+    return session._session is None and comm._track.recorder is None
 
 
 @pytest.mark.parametrize(("at", "left"), [("begin", False), ("end", True)])
@@ -282,8 +282,8 @@ def test_wrong_arguments_are_named(given: dict[str, Any], named: str) -> None:
 
 
 def record_nothing(comm: gradwire.Communicator) -> tuple[bool, bool]:
-    return comm._track.on, session._session is None
+    return comm._track.recorder is None, session._session is None
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:
-    assert gradwire.spawn(record_nothing, 2) == [(False, True)] * 2
+    assert gradwire.spawn(record_nothing, 2) == [(True, True)] * 2

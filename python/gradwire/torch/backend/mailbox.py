@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire._calls.work import Work
+from gradwire._calls.on_cpu import Work
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument, Timeout, TransportError, naming
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire._base.arguments import whole
-from gradwire._calls.reductions import native
+from gradwire._calls.requests import native
 from gradwire.codec import NativeCodec
 from gradwire.torch.exchange.payloads import Payloads
 

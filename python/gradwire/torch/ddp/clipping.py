@@ -14,7 +14,7 @@ import torch
 
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
-from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.exchange.rules import Bucket
 
 
 class Clipping:

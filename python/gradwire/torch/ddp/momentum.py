@@ -17,7 +17,7 @@ from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch.ddp.clipping import scale_by
-from gradwire.torch.exchange.buckets import Bucket
+from gradwire.torch.exchange.rules import Bucket
 
 
 @dataclass(frozen=True)

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from gradwire._base import arguments
 from gradwire._errors import InvalidArgument
 from gradwire.torch._ranks.ranks import RanksLike, ranks_of
 from gradwire.torch._ranks.settings import made_alike, require_settings
 from gradwire.torch.ddp.checks import require_features, require_model
-from gradwire.torch.ddp.guard import Guard
 from gradwire.torch.ddp.hook import comm_hook
-from gradwire.torch.ddp.join_tracker import JoinTracker
+from gradwire.torch.ddp.model_hooks import install
 from gradwire.torch.ddp.momentum import momentum_of
-from gradwire.torch.ddp.overrides import (
-    broadcast_buffers_by,
-    copy_without_hook,
-    explain_in_forward,
-    join_by,
-)
 from gradwire.torch.ddp.state import State
 from gradwire.torch.exchange.automatic import choose, told
-from gradwire.torch.exchange.buckets import compressible
 from gradwire.torch.exchange.compression import CompressionLike, compression_of
 from gradwire.torch.exchange.defaults import Model, tell
 from gradwire.torch.exchange.gradient_scale import Scaler
 from gradwire.torch.exchange.hook_state import HookState
-from gradwire.torch.exchange.stats import Stats
+from gradwire.torch.exchange.rules import compressible
+from gradwire.torch.exchange.steps import Stats
 
 _log = logging.getLogger("gradwire")
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, State] = weakref.WeakKeyDictionary()
@@ -108,7 +99,6 @@ def register(
     require_features(ddp.module, given.feedback)
     model = Model(ddp.module, dict(_averaged(ddp)))
     communicator, owns = over.connect(ddp.process_group, alone=True)
-    joins = JoinTracker(ddp)
     chosen = choose(model, communicator, given, optimizer)
     make = partial(
         State,
@@ -121,7 +111,7 @@ def register(
         scaler=scaler,
         optimizer=optimizer,
         find_unused=ddp.find_unused_parameters and not ddp.static_graph,
-        joins=joins,
+        ddp=ddp,
         owns_communicator=owns,
     )
     state = made_alike(
@@ -137,11 +127,7 @@ def register(
     )
     _release_from_old(ddp)
     ddp.register_comm_hook(state, comm_hook)
-    hooks = _install_forward_hooks(ddp, state, joins)
-    broadcast_buffers_by(ddp, state)
-    explain_in_forward(ddp, state)
-    join_by(ddp, state)
-    copy_without_hook(ddp, hooks)
+    install(ddp, state, model.parameters)
     _states[ddp] = state
     state.why = chosen.why
     if communicator.rank == 0:
@@ -199,44 +185,3 @@ def _release_from_old(ddp: DistributedDataParallel) -> None:
         over = state.closed or state.error is not None
         if over and remove and not own.isdisjoint(other.module.parameters()):
             remove()
-
-
-def _install_forward_hooks(
-    ddp: DistributedDataParallel, state: State, joins: JoinTracker
-) -> Sequence[RemovableHandle]:
-    """Makes every forward with gradients raise the state's error and guard its backward.
-
-    In eval() too: trainers call train() on the module inside, and leave the wrapper as it was.
-    """
-    guard = Guard(dict(_averaged(ddp)), partial(getattr, state._steps, "submitted_steps"))
-    state._guard = guard
-    guard.on_backward = state._steps.spans.begin_backward
-    return (
-        ddp.register_forward_pre_hook(partial(_before_forward, state, guard)),
-        ddp.register_forward_hook(partial(_after_forward, state, guard, joins)),
-    )
-
-
-def _before_forward(state: State, guard: Guard, _: DistributedDataParallel, __: Any) -> None:
-    guard.remove_leaf_hooks()
-    if torch.is_grad_enabled():
-        if not state._has_forward:
-            state._has_forward = True
-            state._watch.note_forward()
-        state._steps.raise_error()
-        state._steps.spans.begin_forward()
-
-
-def _after_forward(
-    state: State,
-    guard: Guard,
-    joins: JoinTracker,
-    ddp: DistributedDataParallel,
-    _: Any,
-    output: Any,
-) -> None:
-    state._steps.spans.end_forward()
-    if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not state.closed:
-        guard.require_averaged()  # after DDP's own forward, whose error is more precise
-        joins.note_forward()
-        guard.after_forward(output)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,74 +13,52 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from gradwire._communicator import Communicator
-from gradwire._trace import clock, names
-
-_UNNAMED = nullcontext()
+from gradwire._trace import clock
+from gradwire._trace.track import Track
 
 
 class StepSpans:
-    """Records one model's steps while its communicator records; otherwise does nothing.
+    """Records one model's steps, while its communicator records.
 
     A step is from its first forward to the end of the optimizer's step.
     """
 
-    def __init__(
-        self, communicator: Communicator, parameters: Mapping[torch.Tensor, object]
-    ) -> None:
+    def __init__(self, track: Track, parameters: Mapping[torch.Tensor, object]) -> None:
         """`parameters` are those that the optimizer of these steps has, or some of them."""
-        self._track = communicator._track
-        self._parameters = parameters
-        self._hooks: list[RemovableHandle] = []
+        self._track, self._parameters = track, parameters
         self._step: int | None = None  # when it began
         self._forward: int | None = None
         self._backward: int | None = None
         self._optimizer: int | None = None
         self._steps = 0
+        its = weakref.WeakMethod(self._begin_optimizer), weakref.WeakMethod(self._end_optimizer)
+        hooks = [
+            register_optimizer_step_pre_hook(lambda *given: _call(its[0], given[0])),
+            register_optimizer_step_post_hook(lambda *given: _call(its[1], given[0])),
+        ]
+        weakref.finalize(self, _remove, hooks)
 
     def begin_forward(self) -> None:
         """Notes the begin of a forward, and of a step if there is none."""
-        if not self._track.on:
-            self._end()
-            return
-        if not self._hooks:
-            its = weakref.WeakMethod(self._begin_optimizer), weakref.WeakMethod(self._end_optimizer)
-            self._hooks = [
-                register_optimizer_step_pre_hook(lambda *given: _call(its[0], given[0])),
-                register_optimizer_step_post_hook(lambda *given: _call(its[1], given[0])),
-            ]
-            weakref.finalize(self, _remove, self._hooks)
         self._forward = clock.now()
         if self._step is None:
             self._step = self._forward
 
     def end_forward(self) -> None:
         """Records the forward."""
-        if self._forward is not None:
-            self._record("forward", self._forward)
-            self._forward = None
+        self._record("forward", self._forward)
+        self._forward = None
 
     def begin_backward(self) -> None:
         """Notes the begin of a backward, unless it is known."""
-        if self._track.on and self._backward is None:
+        if self._backward is None:
             self._backward = clock.now()
 
     def end_backward(self, waits_since: int | None) -> None:
         """Records the backward, and that it waited for averages since then."""
-        if self._backward is not None or waits_since is not None:
-            self._record("wait for averages", waits_since)
-            self._record("backward", self._backward)
-            self._backward = None
-
-    def naming(self, bucket: int, parameters: Sequence[str]) -> AbstractContextManager[None]:
-        """Names the calls of the block by a bucket and its parameters."""
-        if not self._track.on:
-            return _UNNAMED
-        return names.naming("\n".join([f"#bucket {bucket}", *parameters]))
-
-    def now(self) -> int | None:
-        """The time, when it records."""
-        return clock.now() if self._track.on else None
+        self._record("wait for averages", waits_since)
+        self._record("backward", self._backward)
+        self._backward = None
 
     def _begin_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps_ours(optimizer):
@@ -102,11 +79,6 @@ class StepSpans:
         if begin is not None:
             self._track.span(name, begin)
 
-    def _end(self) -> None:
-        if self._hooks:
-            _remove(self._hooks)
-        self._step = self._forward = self._backward = self._optimizer = None
-
 
 def _call(method: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
     found = method()
@@ -117,4 +89,3 @@ def _call(method: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer) -> 
 def _remove(hooks: list[RemovableHandle]) -> None:
     for each in hooks:
         each.remove()
-    hooks.clear()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.ddp.clipping import Clipping
-from gradwire.torch.ddp.guard import Guard
-from gradwire.torch.ddp.join_tracker import JoinTracker
+from gradwire.torch.ddp.hook import Steps
 from gradwire.torch.ddp.momentum import momentum_of
-from gradwire.torch.ddp.steps import Steps
 from gradwire.torch.ddp.training_state import TrainingState
 from gradwire.torch.ddp.unused import UnusedParameters
 from gradwire.torch.exchange.compression import CompressionLike, compression_of
@@ -47,16 +46,15 @@ class State(HookState):
         scaler: Scaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         find_unused: bool = False,
-        joins: JoinTracker | None = None,
+        ddp: DistributedDataParallel | None = None,
         owns_communicator: bool = False,
     ) -> None:
         """Takes the options of `register`; `parameters` are the model's (name, parameter) pairs.
 
         Codec and rules count as they are given, as with ``warm_up=0``.
 
-        `find_unused` says that DDP looks for parameters without a gradient, `joins` tracks which
-        ranks still train within `join()`, `owns_communicator` that `close` closes it too. Raises
-        InvalidArgument.
+        `find_unused` says that DDP looks for parameters without a gradient, `owns_communicator`
+        that `close` closes the communicator too; `ddp` is the model. Raises InvalidArgument.
         """
         self._names = {parameter: name for name, parameter in parameters}
         given = compression_of(compression)
@@ -87,8 +85,8 @@ class State(HookState):
             clipping,
             communicator.size,
         )
-        self._steps = Steps(communicator, algorithm, self._training, joins)
-        self._guard: Guard | None = None
+        self._steps = Steps(communicator, algorithm, self._training, ddp)
+        self._guarded: Callable[[], None] | None = None  # raises if a backward bypassed the hook
         self._has_forward = False  # since `register`, with gradients
         self._watch = OptimizerWatch(self, momentum=has_momentum)
         if optimizer is not None:
@@ -115,5 +113,5 @@ class State(HookState):
             )
 
     def _require_averaged(self) -> None:
-        if self._guard is not None and self.error is None:
-            self._guard.require_averaged()
+        if self._guarded is not None and self.error is None:
+            self._guarded()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gradwire._calls.work import Work
+from gradwire._calls.on_cpu import Work
 from gradwire._communicator import Communicator
 
 

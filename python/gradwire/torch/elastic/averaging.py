@@ -20,11 +20,10 @@ from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.torch.elastic.model_buffers import ModelBuffers
-from gradwire.torch.exchange.buckets import Bucket, gradient_elements, real_view
 from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import RatesDifferError, Scaler, ScaleTracker
 from gradwire.torch.exchange.residual_state import ResidualState
-from gradwire.torch.exchange.rules import Rules
+from gradwire.torch.exchange.rules import Bucket, Rules, gradient_elements, real_view
 
 BUCKET_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20  # so that something travels early

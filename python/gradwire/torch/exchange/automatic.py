@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from gradwire import _core
 from gradwire._communicator import Communicator
-from gradwire.torch.exchange.buckets import compressible, gradient_elements, gradient_shape
 from gradwire.torch.exchange.compression import AUTO, Compression
 from gradwire.torch.exchange.defaults import Model, Settings, sensitive, settings
 from gradwire.torch.exchange.optimizer_watch import is_adaptive
+from gradwire.torch.exchange.rules import compressible, gradient_elements, gradient_shape
 
 _FAST = 9e9  # bit/s, of which Ethernet of 10 Gbit/s has 9.5 for data
 # Of the fastest exchange's time, what a less lossy codec may take.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from gradwire._trace import names
+from gradwire._trace.track import note_background_thread
 
 
 class _Task(NamedTuple):
@@ -71,7 +71,7 @@ class Completions:
         thread.start()
 
     def _run(self) -> None:
-        names.note_background_thread()
+        note_background_thread()
         while self._finish_next():
             pass
 

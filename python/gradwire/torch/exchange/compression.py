@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from gradwire._base.arguments import instance, whole
 from gradwire._base.rules import require_pairs
-from gradwire._calls.reductions import native
+from gradwire._calls.requests import native
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec

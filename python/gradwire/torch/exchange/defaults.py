@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gradwire._calls.reductions import native
+from gradwire._calls.requests import native
 from gradwire.codec import NativeCodec
 from gradwire.torch.exchange.compression import START, Compression
 from gradwire.torch.exchange.optimizer_watch import warn_of_own_momentum

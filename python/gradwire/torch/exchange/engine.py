@@ -15,10 +15,9 @@ import torch
 
 from gradwire._communicator import Communicator
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch.exchange.buckets import Bucket, round_into
 from gradwire.torch.exchange.gradient_scale import GradientScale
 from gradwire.torch.exchange.residual_state import Call, ResidualState
-from gradwire.torch.exchange.rules import Rules
+from gradwire.torch.exchange.rules import Bucket, Rules
 
 
 class Waitable(Protocol):
@@ -138,6 +137,14 @@ class RoundedWork:
         self._work.wait()
         for gradient, average in zip(self._call.rounded, self._call.arrays, strict=True):
             round_into(gradient, average)
+
+
+def round_into(gradient: torch.Tensor, average: torch.Tensor) -> None:
+    """Rounds an average to the gradient's type; finite values stay finite."""
+    if gradient.dtype is torch.float16:
+        most = torch.finfo(torch.float16).max
+        average = torch.where(average.isfinite(), average.clamp(-most, most), average)
+    gradient.copy_(average)
 
 
 def first_error(works: Iterable[Waitable]) -> Exception | None:

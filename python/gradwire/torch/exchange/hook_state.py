@@ -1,9 +1,8 @@
-"""HookState, which a program has of a hook, and HookSteps, which count its backwards."""
+"""HookState: what a program has of a hook."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,59 +10,17 @@ from typing import Any
 
 import torch
 
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Communicator
-from gradwire._errors import Aborted, Error
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
 from gradwire.torch.exchange import saved as saving
-from gradwire.torch.exchange.buckets import compressible, gradient_elements
-from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
 from gradwire.torch.exchange.residual_state import ResidualState
-from gradwire.torch.exchange.rules import CodecChoice, Rules
-from gradwire.torch.exchange.stats import Counters, Spent, Stats, by_codec
+from gradwire.torch.exchange.rules import CodecChoice, Rules, compressible, gradient_elements
+from gradwire.torch.exchange.steps import HookSteps, Stats, by_codec
 
 _log = logging.getLogger("gradwire")
-
-
-class HookSteps:
-    """The steps of one model, which its backwards make; the first error is final."""
-
-    _closed_message: str
-
-    def __init__(self, exchange: Exchange, passes: int = 2) -> None:
-        """`passes` is how often a gradient's bytes travel in a ring: once in a reduce_scatter."""
-        self.exchange, self.communicator = exchange, exchange.communicator
-        # A copy that is never raised: a traceback would keep the model alive.
-        self.error: Exception | None = None
-        self.counters = Counters(exchange.communicator.size, passes)
-        self.done = 0  # steps whose gradients were all averaged, without paused ones
-        self.closed = False
-
-    def abandon_step(self) -> None:
-        """Undoes a step whose backward did not end."""
-        self.exchange.end(False)
-
-    def close(self, with_communicator: bool) -> None:  # noqa: ARG002 - a subclass may own one
-        """Undoes an unfinished step; backwards raise from now on."""
-        self.closed = True
-        self.abandon_step()
-
-    def _require_usable(self) -> None:
-        if self.error is not None:
-            raise without_traceback(self.error)
-        if self.closed:
-            raise Aborted(self._closed_message)
-
-    def _count(self, kept: bool, buckets: int, nbytes: int, spent: Spent) -> None:
-        """Counts a step that has ended."""
-        self.counters.end_step(kept, buckets, nbytes, spent)
-        self.done += self.exchange.residuals.is_counted
-
-    def _record_error(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = without_traceback(error)
 
 
 class HookState:
@@ -236,14 +193,6 @@ class HookState:
         """Pickles as None: a state holds connections and threads."""
         warn_of_copy()
         return type(None), ()
-
-
-def without_traceback(error: Exception) -> Exception:
-    """A copy of the error without its traceback."""
-    try:
-        return copy.copy(error)
-    except Exception:  # a user's class that cannot be copied from its arguments
-        return Error(f"{type(error).__name__}: {error}")
 
 
 def warn_of_copy() -> None:

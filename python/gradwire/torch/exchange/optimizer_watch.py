@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import Error, InvalidArgument
 from gradwire.torch.exchange.rules import Rules

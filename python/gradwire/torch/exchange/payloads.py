@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire._calls.reductions import native
+from gradwire._calls.requests import native
 from gradwire._errors import InvalidArgument
 from gradwire.codec import NativeCodec
 

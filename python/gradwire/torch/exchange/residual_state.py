@@ -13,18 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback, Keys
 from gradwire.torch.exchange import saved as saving
-from gradwire.torch.exchange.buckets import Bucket, codec_for_16_bits, compressible
 from gradwire.torch.exchange.gradient_scale import (
     GradientScale,
     Scaler,
     ScaleTracker,
     persistent_state_of,
 )
-from gradwire.torch.exchange.rules import Rules, is_at_least_16_bits, is_biased
+from gradwire.torch.exchange.rules import (
+    Bucket,
+    Rules,
+    codec_for_16_bits,
+    compressible,
+    is_at_least_16_bits,
+    is_biased,
+)
 
 
 class Call(NamedTuple):

@@ -19,8 +19,8 @@ import torch
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
-from gradwire.torch.exchange.buckets import gradient_elements, gradient_shape
 from gradwire.torch.exchange.gradient_scale import GradientScale
+from gradwire.torch.exchange.rules import gradient_elements, gradient_shape
 
 VERSION = 2  # version 1 does not say which rank it is of
 _READS = (1, 2)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.torch.backend.reductions import keywords
-from gradwire.torch.exchange.buckets import Bucket, round_into
+from gradwire.torch.exchange.engine import round_into
 from gradwire.torch.exchange.residual_state import Call
+from gradwire.torch.exchange.rules import Bucket
 from gradwire.torch.fsdp.residuals import part_name
 from gradwire.torch.fsdp.shards import ShardedModule, TorchAllocation
 from gradwire.torch.fsdp.state import ShardSteps

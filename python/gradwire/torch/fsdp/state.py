@@ -19,18 +19,18 @@ from torch.autograd import Variable
 from torch.autograd import graph as autograd
 
 from gradwire._base.rules import require_matches
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument
 from gradwire.torch._ranks.settings import require_algorithm
-from gradwire.torch.exchange.buckets import Bucket
 from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
-from gradwire.torch.exchange.hook_state import HookState, HookSteps
+from gradwire.torch.exchange.hook_state import HookState
 from gradwire.torch.exchange.optimizer_watch import OptimizerWatch
 from gradwire.torch.exchange.residual_state import Call, ResidualState
-from gradwire.torch.exchange.stats import Spent
+from gradwire.torch.exchange.rules import Bucket
+from gradwire.torch.exchange.steps import HookSteps, Spent
 from gradwire.torch.fsdp.residuals import PartResiduals, ShardResiduals
 from gradwire.torch.fsdp.shards import Shard
 

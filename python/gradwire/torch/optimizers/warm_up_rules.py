@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire.torch.exchange.compression import Compression
 from gradwire.torch.exchange.rules import CodecChoice, Rules
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire._errors import InvalidArgument
-from gradwire.torch.exchange.buckets import round_into
+from gradwire.torch.exchange.engine import round_into
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _KEPT = (torch.float32, torch.float64)

@@ -1,14 +1,18 @@
-"""The hook's counters, and their table."""
+"""HookSteps: one model's steps, the first error, their counters, and the table of these."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
-from gradwire._calls.reductions import CodecLike
+from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Traffic
+from gradwire._errors import Aborted, Error
+from gradwire.torch.exchange.engine import Exchange
 
 
 class StepStats(NamedTuple):
@@ -34,16 +38,7 @@ class StepStats(NamedTuple):
 
     def plus(self, other: StepStats) -> StepStats:
         """Adds another's counters, field by field."""
-        return StepStats(
-            self.steps + other.steps,
-            self.kept + other.kept,
-            self.dense_bytes + other.dense_bytes,
-            self.ring_bytes + other.ring_bytes,
-            self.sent_bytes + other.sent_bytes,
-            self.encode_seconds + other.encode_seconds,
-            self.decode_seconds + other.decode_seconds,
-            self.waited + other.waited,
-        )
+        return StepStats._make(map(add, self, other))
 
 
 @dataclass
@@ -145,3 +140,50 @@ def by_codec(
         stats.elements += elements
         stats.residual_norm = math.hypot(stats.residual_norm, norm)
     return found
+
+
+class HookSteps:
+    """The steps of one model, which its backwards make; the first error is final."""
+
+    _closed_message: str
+
+    def __init__(self, exchange: Exchange, passes: int = 2) -> None:
+        """`passes` is how often a gradient's bytes travel in a ring: once in a reduce_scatter."""
+        self.exchange, self.communicator = exchange, exchange.communicator
+        # A copy that is never raised: a traceback would keep the model alive.
+        self.error: Exception | None = None
+        self.counters = Counters(exchange.communicator.size, passes)
+        self.done = 0  # steps whose gradients were all averaged, without paused ones
+        self.closed = False
+
+    def abandon_step(self) -> None:
+        """Undoes a step whose backward did not end."""
+        self.exchange.end(False)
+
+    def close(self, with_communicator: bool) -> None:  # noqa: ARG002 - a subclass may own one
+        """Undoes an unfinished step; backwards raise from now on."""
+        self.closed = True
+        self.abandon_step()
+
+    def _require_usable(self) -> None:
+        if self.error is not None:
+            raise without_traceback(self.error)
+        if self.closed:
+            raise Aborted(self._closed_message)
+
+    def _count(self, kept: bool, buckets: int, nbytes: int, spent: Spent) -> None:
+        """Counts a step that has ended."""
+        self.counters.end_step(kept, buckets, nbytes, spent)
+        self.done += self.exchange.residuals.is_counted
+
+    def _record_error(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = without_traceback(error)
+
+
+def without_traceback(error: Exception) -> Exception:
+    """A copy of the error without its traceback."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a user's class that cannot be copied from its arguments
+        return Error(f"{type(error).__name__}: {error}")
