@@ -18,9 +18,8 @@ from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.build_core import build_core
 from gradwire._bootstrap.groups import split as _split
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._calls import barrier as barriers
 from gradwire._calls import gpus
-from gradwire._calls.butterfly import Butterfly
+from gradwire._calls.choices import Choices
 from gradwire._calls.collectives import ArrayCollectives
 from gradwire._calls.messages import Messages
 from gradwire._calls.mpi_names import MpiNames
@@ -131,7 +130,6 @@ class Communicator(
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._barrier = ""  # its algorithm; empty: not chosen yet
         self._track = session.track(core, _traced_rank(mesh), self)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
@@ -182,9 +180,7 @@ class Communicator(
 
         Errors call it all_gather or all_reduce, of no elements, which implement it.
         """
-        if not self._barrier:
-            self._barrier = barriers.algorithm_of(self.cost_model._core, self._hosts)
-        name, algorithm, given = barriers.call_of(self._calls.nothing, self._place, self._barrier)
+        name, algorithm, given = self._choices.barrier(self._calls.nothing, self._place)
         return self._call(name, given, Options(algorithm, None, async_op, timeout))
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
@@ -346,7 +342,7 @@ class Communicator(
     def _butterfly(self, name: str, given: Buffers, options: Options) -> str:
         if name != "all_reduce" or options.codec != "none":
             return OF_LARGE
-        return self._butterflies.of(sum(each.nbytes for each in given.inputs), self.cost_model)
+        return self._choices.butterfly(sum(each.nbytes for each in given.inputs))
 
     def _stop_agreed(self) -> bool:
         found = self._core.should_stop()
@@ -382,10 +378,9 @@ class Communicator(
             self._gpu.require_success()
 
     def _clear_call_cache(self) -> None:
-        """Drops cached calls and the choice of barrier, which depend on the cost model."""
+        """Drops cached calls and choices, which depend on the cost model."""
         self._call_cache = self._calls.clear_cache()  # for fast_path_method
-        self._barrier = ""
-        self._butterflies = Butterfly(self._hosts)
+        self._choices = Choices(self._hosts, self.cost_model)
 
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else seconds(timeout)

@@ -11,6 +11,7 @@ import pickle
 import queue
 import secrets
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -31,7 +32,6 @@ from gradwire._bootstrap.store_server import StoreServer
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import emulated_link
-from gradwire._launch import openmp
 from gradwire._launch.at_exit import CONSEQUENCES
 from gradwire._launch.reaping import children_are_kept
 from gradwire._launch.root_cause import describe_exit
@@ -222,7 +222,7 @@ class _Processes:
         gc.freeze()  # the parent's garbage may wait for threads that only the parent has
         if self._collects:
             gc.enable()
-        openmp.use_one_thread()
+        _compute_in_one_thread()
         self._server.close()
         outcome = self._outcome(rank, pipe)
         session.write_part()  # such a process ends without what runs at an exit
@@ -329,3 +329,25 @@ def _pickled(outcome: _Outcome) -> bytes:
         outcome.error = Error(f"{kind}: {text}")
         return pickle.dumps(outcome)
     return data
+
+
+def _compute_in_one_thread() -> None:
+    """Makes OpenMP compute in the calling thread alone, in a fork.
+
+    A fork copies GNU's record of its pool of threads, but not the threads: libgomp waits for ever
+    for them in the next parallel region of the thread that forked.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # MKL's too, which counts its own
+    for path in _loaded_libraries("libgomp"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_set_num_threads(1)
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    """The paths of this process's libraries of that name."""
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
+        fields = (line.split(maxsplit=5) for line in maps)
+        paths = {each[5].rstrip("\n") for each in fields if len(each) == 6}
+        return {each for each in paths if each.rpartition("/")[2].startswith(name)}
+    return set()

@@ -7,13 +7,12 @@ docs/design/agreement.md says why that keeps the agreement among ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gradwire._base import arguments, environment
 from gradwire._base.deadline import Deadline
-from gradwire._base.majority import is_majority, no_majority
 from gradwire._bootstrap.join_listener import Joiner, JoinListener, require_given_secret
 from gradwire._bootstrap.joining import Invitation
 from gradwire._bootstrap.mesh import Mesh, unpack_address_info
@@ -196,9 +195,9 @@ class Resize(Agreement[Made]):
     def _require_majority(self) -> None:
         """Raises RendezvousError where a majority is needed, and the agreed view is none."""
         left, size = self._view.ranks, self._mesh.size
-        if self._options.least is None and not is_majority(left, size):
+        if self._options.least is None and not _is_majority(left, size):
             self._send(MessageKind.TOO_FEW, self._view)
-            raise no_majority(self._rank, left, size)
+            raise _no_majority(self._rank, left, size)
 
     def _announce_done(self, view: View) -> None:
         """Tells joiners last, once no rank turned out to have left this one out."""
@@ -287,3 +286,24 @@ def _listen_beyond_loopback(mesh: Mesh) -> None:
         return
     if not is_loopback(source):
         mesh.interface = choose(source, several_hosts=True)
+
+
+def _is_majority(left: Set[int], size: int) -> bool:
+    """Whether these of `size` ranks may go on where a network parts them.
+
+    Ranks that cannot reach each other take each other to be dead. More than half of the ranks are a
+    majority, and so is a half that has rank 0. Two parts without a rank in common are never both
+    one, so at most one goes on. Processes that join do not count: each part might find some.
+    """
+    return 2 * len(left) + (0 in left) > size
+
+
+def _no_majority(rank: int, left: Set[int], size: int) -> RendezvousError:
+    """The error of a rank that is left with a minority."""
+    without = " without rank 0" if 2 * len(left) == size else ""
+    return RendezvousError(
+        f"rank {rank}: {len(left)} of {size} ranks{without} {'are' if len(left) > 1 else 'is'} no "
+        f"majority; pass min_ranks={len(left)} to go on all the same: the others have failed, or "
+        "the network between them and this part of the ranks has, and then they may go on; start "
+        "again from a checkpoint, or join the others"
+    )

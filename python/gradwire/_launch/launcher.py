@@ -16,11 +16,14 @@ import argparse
 import contextlib
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from gradwire._base.shortage import raise_limit
 from gradwire._bootstrap.job_secret import find_secret
@@ -31,8 +34,9 @@ from gradwire._host import emulated_link, interfaces
 from gradwire._launch import slots
 from gradwire._launch.local_ranks import GRACE_SECONDS, LocalRanks, prelude
 from gradwire._launch.reaping import children_are_kept
-from gradwire._launch.traced import traced
+from gradwire._launch.root_cause import say
 from gradwire._launch.watcher import Watcher
+from gradwire._trace import merge, parts
 
 
 def run(argv: Sequence[str]) -> int:
@@ -73,7 +77,7 @@ def _run_once(options: argparse.Namespace, slot: slots.Slot) -> slots.Outcome:
     ):
         environment = {**os.environ, **common}
         ranks = LocalRanks(program, options, slot, environment, notes, watcher)
-        with traced(options.trace, environment), _servers(options.servers, environment, watcher):
+        with _traced(options.trace, environment), _servers(options.servers, environment, watcher):
             return slots.Outcome(ranks.run(), ranks.told)
 
 
@@ -226,3 +230,29 @@ def _torch_store() -> dict[str, str]:
             return {}
         port = probe.getsockname()[1]
     return {"MASTER_ADDR": address.address, "MASTER_PORT": str(port)}
+
+
+@contextlib.contextmanager
+def _traced(file: str | None, environment: dict[str, str]) -> Iterator[None]:
+    """Has the ranks of the block record, and makes one file of it when they have ended."""
+    if file is None:
+        yield
+        return
+    folder = Path(tempfile.mkdtemp(prefix="gradwire-trace-"))
+    environment["GRADWIRE_TRACE"] = str(folder)
+    try:
+        yield
+    finally:
+        say(f"{file}: {_merged(folder, Path(file))}")
+
+
+def _merged(folder: Path, file: Path) -> str:
+    """Merges the ranks' parts and removes them; keeps them, if there are any, where that fails."""
+    try:
+        text = merge.describe(merge.write(parts.read(folder), file))
+    except (InvalidArgument, OSError) as error:
+        text = f"no trace: {error}"
+        if any(folder.iterdir()):
+            return f"{text}; the ranks' parts are in {folder}: gradwire trace merge {folder} FILE"
+    shutil.rmtree(folder, ignore_errors=True)
+    return text

@@ -13,8 +13,7 @@ SMALL, LARGE = 4, 4_000_000  # elements
 
 @ranks.on_ranks(8)
 def test_small_arrays_are_doubled_and_large_ones_halved(comm: Communicator) -> None:
-    hosts = comm._butterflies
-    assert [hosts.of(4 * elements, comm.cost_model) for elements in (SMALL, LARGE)] == [
+    assert [comm._choices.butterfly(4 * elements) for elements in (SMALL, LARGE)] == [
         "recursive_doubling",
         "halving_doubling",
     ]
@@ -29,7 +28,7 @@ def test_a_butterfly_has_the_bits_of_what_it_stands_for(
     x = np.random.default_rng(comm.rank).standard_normal(elements).astype(np.float32)
     stands_for = "halving_doubling"
     if codec == "none":
-        stands_for = comm._butterflies.of(x.nbytes, comm.cost_model)
+        stands_for = comm._choices.butterfly(x.nbytes)
     names = (*["butterfly"] * 4, stands_for)
     *found, expected = (
         comm.all_reduce(x, algorithm=each, codec=codec, out=np.empty_like(x)) for each in names

@@ -9,7 +9,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, Schedule, ScheduleError, algorithms
-from gradwire._calls import barrier
+from gradwire._calls.choices import Choices
 from ranks import nightly, on_ranks, run
 
 RANKS = (1, 2, 3, 4, *nightly(5, 8))
@@ -401,7 +401,7 @@ def test_barrier_waits_for_all(p: int) -> None:
 
 def test_a_barrier_takes_what_auto_takes_and_asks_for_few_ranks_alone() -> None:
     model = gradwire.CostModel()
-    assert barrier.algorithm_of(model._core, [range(8)]) == model.choose(0, 8)[0]
-    choose = mock.Mock()
-    assert barrier.algorithm_of(choose, [range(65)]) == "recursive_doubling"
-    choose.choose.assert_not_called()
+    assert Choices([range(8)], model).barrier_algorithm == model.choose(0, 8)[0]
+    unasked = mock.Mock()
+    assert Choices([range(65)], unasked).barrier_algorithm == "recursive_doubling"
+    unasked._core.choose.assert_not_called()
