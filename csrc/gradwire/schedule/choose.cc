@@ -115,24 +115,27 @@ class Trial {
  private:
   double seconds_of(int segments, double limit) {
     work_.segments = segments;
+    const double chunk = work_.chunks[0];
+    const int slices = work_.slices = cut_into(segments, chunk * work_.ratio, largest_).slices;
     const double busy = most_work(frames_, model_, work_);
     if (busy >= limit) return busy;
-    const int some = segments_to_simulate();
-    if (segments <= some)  // bursts end in a series of calls: no NIC is faster than its rate
-      return std::max(busy, simulate(frames_, model_, work_, segments, limit));
+    const int some = slices_to_simulate();
+    if (slices <= some)  // bursts end in a series of calls: no NIC is faster than its rate
+      return std::max(busy, simulate(frames_, model_, work_, slices, limit));
     const double half = simulate(frames_, model_, work_, some / 2);
     const double more = simulate(frames_, model_, work_, some);
-    const double each = std::max((more - half) / (some - some / 2), busy / segments);
-    return more + each * (segments - some);
+    const double each = std::max((more - half) / (some - some / 2), busy / slices);
+    return more + each * (slices - some);
   }
 
   // Trees have few messages, and go at their pace only when the first segment has come back down:
   // where they are not compared with others, more segments of them are simulated.
-  int segments_to_simulate() const {
+  int slices_to_simulate() const {
     const double messages = std::max<double>(1, static_cast<double>(frames_.messages().size()));
     const bool more = alone_ && messages <= 4 * frames_.ranks();
-    return static_cast<int>(more ? std::clamp(kMostFramesOfTree / messages, 2.0, 64.0)
-                                 : std::clamp(kMostFrames / messages, 2.0, 16.0));
+    const double segments = more ? std::clamp(kMostFramesOfTree / messages, 2.0, 64.0)
+                                 : std::clamp(kMostFrames / messages, 2.0, 16.0);
+    return std::max(2, static_cast<int>(segments) * work_.slices / work_.segments);
   }
 
   const CostModel& model_;

@@ -33,6 +33,7 @@
 // communicator have one model, so they choose alike.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -109,6 +110,28 @@ struct Network {
   double slow = 1;                 // so many times slower is rank 0, and its host's link
 };
 
+// How the messages of a call are cut. The buffer is divided into segments, which run through the
+// schedule independently of each other. Slice j of chunk c is in segment (c · slices + j) mod
+// segments: so a message of one chunk has `slices` frames, and one of many has up to `segments`, in
+// each of which are about as many slices.
+struct Cut {
+  int segments = 1;
+  int slices = 1;  // of each chunk; at most as many as there are segments
+
+  int segment_of_first(int chunk) const {
+    return static_cast<int>(std::int64_t{chunk} * slices % segments);
+  }
+  // Returns how many slices of `chunks` chunks, from `first` on, are in a segment.
+  int slices_in(int first, int chunks, int segment) const {
+    const std::int64_t all = std::int64_t{chunks} * slices;
+    const int after = (segment - segment_of_first(first) + segments) % segments;
+    return static_cast<int>(all / segments + (after < all % segments ? 1 : 0));
+  }
+  int frames_of(int chunks) const {
+    return static_cast<int>(std::min<std::int64_t>(segments, std::int64_t{chunks} * slices));
+  }
+};
+
 // The call for which a schedule is simulated.
 struct Workload {
   std::vector<double> chunks;  // bytes of each, in the caller's arrays
@@ -117,6 +140,9 @@ struct Workload {
   std::optional<CodecCost> codec = {};  // set for a lossy codec
   double ratio = 1;                     // wire bytes per byte of the array
   Network network = {};
+  int slices = 0;  // of each chunk; 0: as many as there are segments
+
+  Cut cut() const { return {segments, slices == 0 ? segments : slices}; }
 };
 
 double total_bytes(const Workload& work);

@@ -1,6 +1,7 @@
 #include "gradwire/schedule/frames.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "gradwire/schedule/simulated_links.h"
@@ -17,6 +18,12 @@ constexpr int kNearRounds = 1;
 constexpr int kNever = -1000;
 
 }  // namespace
+
+Cut cut_into(int segments, double chunk, double message) {
+  const double least = std::min(kSmallestSlice, message / (2.0 * segments));
+  const double slices = least > 0 ? std::floor(chunk / least) : 1;
+  return {segments, static_cast<int>(std::clamp<double>(slices, 1, segments))};
+}
 
 std::vector<WavefrontStep> wavefront(int rounds, int segments) {
   std::vector<WavefrontStep> order;
@@ -62,8 +69,6 @@ class Frames::FramesBuilder {
     }
     out_.sends_from_.push_back(static_cast<std::uint32_t>(out_.sends_.size()));
     out_.receives_from_.push_back(static_cast<std::uint32_t>(out_.receives_.size()));
-    count_before(out_.sends_from_, out_.sent_before_);
-    count_before(out_.receives_from_, out_.received_before_);
   }
 
  private:
@@ -71,7 +76,6 @@ class Frames::FramesBuilder {
   struct Staged {
     Effort work;
     std::uint64_t bytes_digest = 0xcbf29ce484222325ULL;
-    std::size_t first_chunk = 0;
   };
 
   std::span<const std::uint32_t> edges_from(Rank src) const {
@@ -97,9 +101,8 @@ class Frames::FramesBuilder {
       std::uint32_t& to = message_to_[at(edge.dst)];
       if (to == kNone) {
         to = static_cast<std::uint32_t>(out_.messages_.size());
-        out_.messages_.push_back({src, edge.dst});
+        out_.messages_.push_back({src, edge.dst, edge.chunks.first});
         staged_.push_back({});
-        staged_.back().first_chunk = at(edge.chunks.first);
       }
       message_of_[e] = to;
       add(edge, out_.messages_[to], staged_[to - first_message_]);
@@ -109,6 +112,7 @@ class Frames::FramesBuilder {
 
   void add(const Edge& edge, Message& message, Staged& staged) {
     const bool copies = edge.landing == Landing::kCopy;
+    message.chunks += edge.chunks.size();
     for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
       const double size = work_.chunks[at(c)];
       message.wire += size * work_.ratio;
@@ -167,7 +171,7 @@ class Frames::FramesBuilder {
     group_of_.clear();
     std::vector<std::size_t> leaders;  // the first message of each send
     for (std::size_t i = 0; i < staged_.size(); ++i) {
-      std::uint32_t& group = group_at_[staged_[i].first_chunk];
+      std::uint32_t& group = group_at_[first_chunk(i)];
       if (group == kNone || !same(leaders[group], i)) {
         group = static_cast<std::uint32_t>(leaders.size());
         leaders.push_back(i);
@@ -186,10 +190,13 @@ class Frames::FramesBuilder {
     for (std::size_t i = 0; i < staged_.size(); ++i) {
       Send& send = out_.sends_[first_send + group_of_[i]];
       out_.copies_[send.last++] = static_cast<std::uint32_t>(first_message_ + i);
-      group_at_[staged_[i].first_chunk] = kNone;
+      group_at_[first_chunk(i)] = kNone;
     }
   }
 
+  std::size_t first_chunk(std::size_t message) const {
+    return at(out_.messages_[first_message_ + message].first_chunk);
+  }
   bool same(std::size_t a, std::size_t b) const {
     const Message& one = out_.messages_[first_message_ + a];
     const Message& other = out_.messages_[first_message_ + b];
@@ -217,13 +224,6 @@ class Frames::FramesBuilder {
       listed[message - first] = true;
       out_.receives_[base + from[at(round[e].dst)]++] = message;
     }
-  }
-
-  void count_before(const std::vector<std::uint32_t>& from, std::vector<std::uint32_t>& before) {
-    const std::size_t p = at(schedule_.ranks);
-    before.assign(p * (schedule_.rounds.size() + 1), 0);
-    for (std::size_t i = 0; i + 1 < from.size(); ++i)
-      before[i + p] = before[i] + from[i + 1] - from[i];
   }
 
   Frames& out_;
@@ -288,8 +288,9 @@ class Work {
 
   void add(const Frames::Message& message) {
     const LinkCost& link = links_.cost(message.src, message.dst);
-    const double bytes = message.wire + work_.segments * kHeaderBytes;
-    const double processor = work_.segments * link.alpha + link.copy * bytes;
+    const int frames = work_.cut().frames_of(message.chunks);
+    const double bytes = message.wire + frames * kHeaderBytes;
+    const double processor = frames * link.alpha + link.copy * bytes;
     book(message.src, processor);
     book(message.dst, processor + message.work.seconds(growth_));
     links_.carry(message.src, message.dst, bytes);

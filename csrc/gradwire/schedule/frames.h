@@ -21,6 +21,13 @@ inline constexpr int kLag = 2;
 // The default cut of a message: about so many segments, none below so many bytes.
 inline constexpr std::size_t kSegmentsWanted = 4;
 inline constexpr std::size_t kSmallestSegment = 32 * 1024;
+// A chunk beside others in a message is cut into slices of at least so many bytes. With longer ones
+// rounds overlap less: by the built-in model of 10 Gbit/s, 16 KiB take up to 9 % more time on 64
+// and more ranks.
+inline constexpr double kSmallestSlice = 8 * 1024;
+
+// Returns the cut of a call whose chunks have `chunk` bytes, and its largest message `message`.
+Cut cut_into(int segments, double chunk, double message);
 
 // One step of the order of all frames of a rank, in both directions: sorted by (segment + kLag ·
 // round, segment).
@@ -44,6 +51,8 @@ class Frames {
   struct Message {
     Rank src = 0;
     Rank dst = 0;
+    int first_chunk = 0;
+    int chunks = 0;
     double wire = 0;   // bytes of payload
     Effort work = {};  // to land it
   };
@@ -74,12 +83,6 @@ class Frames {
     const std::size_t i = index(round, rank);
     return {receives_.data() + receives_from_[i], receives_from_[i + 1] - receives_from_[i]};
   }
-  // Returns how many frames of one segment a rank sends in the rounds before `round`, which may be
-  // one past the last.
-  std::uint32_t sent_before(int round, Rank rank) const { return sent_before_[index(round, rank)]; }
-  std::uint32_t received_before(int round, Rank rank) const {
-    return received_before_[index(round, rank)];
-  }
 
  private:
   class FramesBuilder;
@@ -94,13 +97,12 @@ class Frames {
   std::vector<Message> messages_;
   std::vector<Send> sends_;
   std::vector<std::uint32_t> copies_, receives_;
-  std::vector<std::uint32_t> sends_from_, receives_from_;     // by round and rank, and the end
-  std::vector<std::uint32_t> sent_before_, received_before_;  // by round, one past the last too
+  std::vector<std::uint32_t> sends_from_, receives_from_;  // by round and rank, and the end
 };
 
-// Simulates the first `simulated` of the work's segments. A segment costs what it costs in the
-// whole.
-double simulate(const Frames& frames, const CostModel& model, const Workload& work, int simulated,
+// Simulates a call of which chunks have only `slices` of their slices, and there are fewer segments
+// in proportion. A slice costs what it costs in the whole.
+double simulate(const Frames& frames, const CostModel& model, const Workload& work, int slices,
                 double limit = std::numeric_limits<double>::infinity());
 
 // Returns the seconds of all segments for the rank, the host's cores or the NIC that has the most

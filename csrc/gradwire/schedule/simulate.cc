@@ -3,7 +3,6 @@
 #include <cmath>
 #include <queue>
 #include <tuple>
-#include <type_traits>
 
 #include "gradwire/base/error.h"
 #include "gradwire/schedule/cost.h"
@@ -106,31 +105,32 @@ class Cores {
   std::vector<Core> cores_;  // of crowded hosts
 };
 
+// Returns the cut of a call of which chunks have only so many slices.
+Cut share_of(const Cut& cut, int slices) {
+  const std::int64_t segments = (std::int64_t{cut.segments} * slices + cut.slices - 1) / cut.slices;
+  return {static_cast<int>(segments), slices};
+}
+
 class Simulation {
  public:
-  Simulation(const Frames& frames, const CostModel& model, const Workload& work, int simulated)
+  Simulation(const Frames& frames, const CostModel& model, const Workload& work, int slices)
       : frames_(frames),
         model_(model),
-        parts_(work.segments),
+        whole_slices_(work.cut().slices),
+        cut_(share_of(work.cut(), slices)),
         cores_(model, work.host_of, frames.ranks()),
         links_(model, work, frames.ranks()),
         growth_(model.growth(total_bytes(work))),
-        per_call_(simulated),
         calls_(frames.mutual() && (cores_.any_crowded() || model.between.burst > 0)
                    ? kCallsThatCount + 2
                    : 1),
-        segments_(simulated * calls_),
+        segments_(cut_.segments * calls_),
         arrivals_(frames.messages().size() * at(segments_), kNever),
         last_bits_(links_.uneven() ? arrivals_.size() : 0, 0),
         ranks_(at(frames.ranks())),
         ends_(at(calls_), model.call) {
-    for (WavefrontStep place : wavefront(frames.rounds(), per_call_)) order_.push_back(place);
-    const std::size_t once = order_.size();
-    for (int call = 1; call < calls_; ++call)
-      for (std::size_t i = 0; i < once; ++i)
-        order_.push_back({order_[i].round, order_[i].segment + call * per_call_});
-    for (RankState& rank : ranks_)
-      for (auto* counts : {&rank.sent, &rank.landed}) counts->assign(at(segments_), 0);
+    const std::vector<WavefrontStep> order = wavefront(frames.rounds(), cut_.segments);
+    for (Rank rank = 0; rank < frames.ranks(); ++rank) list_steps(rank, order);
   }
 
   // Returns the seconds of one call.
@@ -165,22 +165,49 @@ class Simulation {
              std::tie(other.time, other.rank, other.flight, other.hop);
     }
   };
-  // The next frame in one direction: its step in the order, and its place among the frames of that
-  // step.
-  struct Cursor {
-    std::size_t place = 0;
-    std::size_t within = 0;
+  // One frame of a rank, in the order of all its frames in that direction.
+  struct Step {
+    std::uint32_t item = 0;  // a send of the round, or a message
+    int round = 0;
+    int segment = 0;
+    std::uint32_t needs = 0;  // of a send: receives that must have landed; of a receive: sends
+    std::uint32_t place = 0;  // in the order of rounds and segments
   };
   struct RankState {
-    Cursor send, receive;
-    std::vector<std::uint32_t> sent, landed;  // by segment
+    std::vector<Step> sends, receives;
+    std::uint32_t sent = 0, landed = 0;
     bool landing_next = false;
     int calls = 0;               // that are finished
     std::uint32_t steps = 0;     // of the present call
     std::size_t awaits = kNone;  // the arrival that the rank sleeps for
     double asleep_since = 0;
-    std::size_t begun = 0;  // places of the order at which the rank was, and has spent `round`
+    std::uint32_t begun = 0;  // places of the order at which the rank was, and has spent `round`
   };
+
+  // Lists what a rank does, as exec/plan/plan.cc does: a send waits for what landed of its segment
+  // in the rounds before, and a receive for the sends of its own round.
+  void list_steps(Rank rank, const std::vector<WavefrontStep>& order) {
+    RankState& state = ranks_[at(rank)];
+    std::vector<std::uint32_t> landed(at(segments_), 0), staged(at(segments_), 0);
+    auto add = [&](std::vector<Step>& steps, std::vector<std::uint32_t>& done, const Step& step,
+                   std::uint32_t message) {
+      if (in_segment(message, step.segment) == 0) return;
+      steps.push_back(step);
+      done[at(step.segment)] = static_cast<std::uint32_t>(steps.size());
+    };
+    std::uint32_t place = 0;
+    for (int call = 0; call < calls_; ++call)
+      for (const auto [round, segment] : order) {
+        const int now = segment + call * cut_.segments;
+        const auto sends = frames_.sends(round, rank);
+        for (std::uint32_t i = 0; i < sends.size(); ++i)
+          add(state.sends, staged, {i, round, now, landed[at(now)], place},
+              frames_.copies(sends[i])[0]);
+        for (std::uint32_t message : frames_.receives(round, rank))
+          add(state.receives, landed, {message, round, now, staged[at(now)], place}, message);
+        ++place;
+      }
+  }
 
   // Lets a rank work from `time`, and puts its next event into the queue.
   void proceed(Rank rank, double time) {
@@ -211,8 +238,8 @@ class Simulation {
   // is.
   bool step(Rank rank, double& time) {
     RankState& state = ranks_[at(rank)];
-    const Frames::Send* send = next_send(rank);
-    const Frames::Message* receive = next_receive(rank);
+    const Step* send = next_send(rank);
+    const Step* receive = next_receive(rank);
     const bool lands = receive != nullptr && arrival(rank) <= time;
     if (send == nullptr && !lands) return false;
     if (lands && (send == nullptr || state.landing_next))
@@ -224,9 +251,9 @@ class Simulation {
   }
 
   std::uint32_t steps_of_call(Rank rank) const {
-    const int rounds = frames_.rounds();
-    return static_cast<std::uint32_t>(per_call_) *
-           (frames_.sent_before(rounds, rank) + frames_.received_before(rounds, rank));
+    const RankState& state = ranks_[at(rank)];
+    return static_cast<std::uint32_t>(state.sends.size() + state.receives.size()) /
+           static_cast<std::uint32_t>(calls_);
   }
 
   // Ends a call of the rank; its next call begins at once.
@@ -237,26 +264,25 @@ class Simulation {
     if (++state.calls < calls_) time += model_.call;
   }
 
-  void begin_round(RankState& state, std::size_t place, double slowness, double& time) const {
+  void begin_round(RankState& state, std::uint32_t place, double slowness, double& time) const {
     if (place < state.begun) return;
     state.begun = place + 1;
     time += slowness * model_.round;
   }
 
-  void stage(Rank rank, const Frames::Send& send, double& time) {
+  void stage(Rank rank, const Step& step, double& time) {
     RankState& state = ranks_[at(rank)];
+    const Frames::Send& send = frames_.sends(step.round, rank)[step.item];
     const double slowness = links_.slowness(rank);
-    begin_round(state, state.send.place, slowness, time);
-    const int segment = order_[state.send.place].segment;
-    time += slowness * (send.work.seconds(growth_) / parts_);
+    begin_round(state, step.place, slowness, time);
+    time +=
+        slowness * (send.work.seconds(growth_) / parts_of(frames_.copies(send)[0], step.segment));
     for (std::uint32_t m : frames_.copies(send)) {
-      const Frames::Message& message = frames_.messages()[m];
-      const LinkCost& link = links_.cost(rank, message.dst);
-      time += slowness * (link.alpha + link.copy * bytes_of(message));
-      enter(m * at(segments_) + at(segment), 0, time);
+      const LinkCost& link = links_.cost(rank, frames_.messages()[m].dst);
+      time += slowness * (link.alpha + link.copy * bytes_of(m, step.segment));
+      enter(m * at(segments_) + at(step.segment), 0, time);
     }
-    ++state.sent[at(segment)];
-    ++state.send.within;
+    ++state.sent;
     state.landing_next = true;
   }
 
@@ -266,7 +292,9 @@ class Simulation {
     const auto [src, dst] = std::pair(message.src, message.dst);
     double unused = 0;
     double& last_bit = last_bits_.empty() ? unused : last_bits_[flight];
-    const double next = links_.pass(src, dst, hop, bytes_of(message), time, last_bit);
+    const double bytes = bytes_of(static_cast<std::uint32_t>(flight / at(segments_)),
+                                  static_cast<int>(flight % at(segments_)));
+    const double next = links_.pass(src, dst, hop, bytes, time, last_bit);
     if (hop + 1 < links_.hops(src, dst) && links_.cost(src, dst).beta > 0)
       events_.push({next, dst, flight, hop + 1});
     else
@@ -282,15 +310,15 @@ class Simulation {
     events_.push({std::max(time, state.asleep_since), dst, kNone});
   }
 
-  void land(Rank rank, const Frames::Message& message, double& time) {
+  void land(Rank rank, const Step& step, double& time) {
     RankState& state = ranks_[at(rank)];
+    const Frames::Message& message = frames_.messages()[step.item];
     const LinkCost& link = links_.cost(message.src, rank);
     const double slowness = links_.slowness(rank);
-    begin_round(state, state.receive.place, slowness, time);
-    time += slowness *
-            (link.alpha + link.copy * bytes_of(message) + message.work.seconds(growth_) / parts_);
-    ++state.landed[at(order_[state.receive.place].segment)];
-    ++state.receive.within;
+    begin_round(state, step.place, slowness, time);
+    time += slowness * (link.alpha + link.copy * bytes_of(step.item, step.segment) +
+                        message.work.seconds(growth_) / parts_of(step.item, step.segment));
+    ++state.landed;
     state.landing_next = false;
   }
 
@@ -307,59 +335,51 @@ class Simulation {
   }
 
   // Returns the rank's next send if what its segment needs has landed, else null.
-  const Frames::Send* next_send(Rank rank) {
-    RankState& state = ranks_[at(rank)];
-    const auto sends = seek(state.send, [&](int round) { return frames_.sends(round, rank); });
-    if (sends.empty()) return nullptr;
-    const WavefrontStep place = order_[state.send.place];
-    const bool ready =
-        place.segment < (state.calls + 1) * per_call_ &&
-        state.landed[at(place.segment)] >= frames_.received_before(place.round, rank);
-    return ready ? &sends[state.send.within] : nullptr;
+  const Step* next_send(Rank rank) const {
+    const RankState& state = ranks_[at(rank)];
+    return ready(state, state.sends, state.sent, state.landed);
   }
-
   // Returns the rank's next receive if the rank's own sends of that round are staged, else null.
-  const Frames::Message* next_receive(Rank rank) {
-    RankState& state = ranks_[at(rank)];
-    const auto receives =
-        seek(state.receive, [&](int round) { return frames_.receives(round, rank); });
-    if (receives.empty()) return nullptr;
-    const WavefrontStep place = order_[state.receive.place];
-    const bool ready = place.segment < (state.calls + 1) * per_call_ &&
-                       state.sent[at(place.segment)] >= frames_.sent_before(place.round + 1, rank);
-    return ready ? &frames_.messages()[receives[state.receive.within]] : nullptr;
+  const Step* next_receive(Rank rank) const {
+    const RankState& state = ranks_[at(rank)];
+    return ready(state, state.receives, state.landed, state.sent);
   }
-
-  // Moves the cursor past steps that have no items, and returns the items where it then is.
-  template <typename Of>
-  std::invoke_result_t<Of, int> seek(Cursor& cursor, Of of) const {
-    for (; cursor.place < order_.size(); ++cursor.place, cursor.within = 0) {
-      const auto found = of(order_[cursor.place].round);
-      if (cursor.within < found.size()) return found;
-    }
-    return {};
+  const Step* ready(const RankState& state, const std::vector<Step>& steps, std::uint32_t done,
+                    std::uint32_t done_of_other) const {
+    if (done == steps.size()) return nullptr;
+    const Step& next = steps[done];
+    const bool now = next.segment < (state.calls + 1) * cut_.segments;
+    return now && done_of_other >= next.needs ? &next : nullptr;
   }
 
   std::size_t arrival_index(Rank rank) const {
-    const Cursor& cursor = ranks_[at(rank)].receive;
-    const WavefrontStep place = order_[cursor.place];
-    return frames_.receives(place.round, rank)[cursor.within] * at(segments_) + at(place.segment);
+    const RankState& state = ranks_[at(rank)];
+    const Step& step = state.receives[state.landed];
+    return step.item * at(segments_) + at(step.segment);
   }
   double arrival(Rank rank) const { return arrivals_[arrival_index(rank)]; }
 
-  double bytes_of(const Frames::Message& message) const {
-    return message.wire / parts_ + kHeaderBytes;
+  int in_segment(std::uint32_t message, int segment) const {
+    const Frames::Message& its = frames_.messages()[message];
+    return cut_.slices_in(its.first_chunk, its.chunks, segment % cut_.segments);
+  }
+  // Returns how many such frames the message would have.
+  double parts_of(std::uint32_t message, int segment) const {
+    const double slices = whole_slices_ * frames_.messages()[message].chunks;
+    return slices / in_segment(message, segment);
+  }
+  double bytes_of(std::uint32_t message, int segment) const {
+    return frames_.messages()[message].wire / parts_of(message, segment) + kHeaderBytes;
   }
 
   const Frames& frames_;
   const CostModel& model_;
-  const int parts_;  // segments of each message
+  const double whole_slices_;  // of each chunk
+  const Cut cut_;              // of what is simulated of each call
   Cores cores_;
   Links links_;
   const double growth_;
-  const int per_call_;          // segments that are simulated of each call
-  const int calls_, segments_;  // in all
-  std::vector<WavefrontStep> order_;
+  const int calls_, segments_;     // in all
   std::vector<double> arrivals_;   // by message and segment
   std::vector<double> last_bits_;  // the same, where links are uneven: when the last link is passed
   std::vector<RankState> ranks_;
@@ -369,9 +389,9 @@ class Simulation {
 
 }  // namespace
 
-double simulate(const Frames& frames, const CostModel& model, const Workload& work, int simulated,
+double simulate(const Frames& frames, const CostModel& model, const Workload& work, int slices,
                 double limit) {
-  return Simulation(frames, model, work, simulated).run(limit);
+  return Simulation(frames, model, work, slices).run(limit);
 }
 
 double simulate(const Schedule& schedule, const CostModel& model, const Workload& work,
@@ -381,7 +401,7 @@ double simulate(const Schedule& schedule, const CostModel& model, const Workload
       (!work.host_of.empty() && work.host_of.size() != ranks))
     throw InvalidArgument("simulate: the workload is not one of schedule '" + schedule.name + "'");
   const Frames frames(schedule, model, work);
-  return simulate(frames, model, work, work.segments, limit);
+  return simulate(frames, model, work, work.cut().slices, limit);
 }
 
 }  // namespace gradwire::schedule

@@ -84,6 +84,28 @@ Binding binding_of(std::uint64_t count, Rank rank = 0) {
   return binding;
 }
 
+// Two ranks of a host exchange 16 chunks at once, in four frames. Between hosts a message is one
+// chunk of 8 KiB, which is not cut, too: else it would cost four times as much to send.
+TEST(Plan, AChunkAloneIsNotCutAsOftenAsAMessageOfMany) {
+  constexpr int kHosts = 16;
+  std::vector<std::vector<Rank>> hosts;
+  for (int h = 0; h < kHosts; ++h) hosts.push_back({2 * h, 2 * h + 1});
+  const auto schedule = schedule::generate(
+      {Collective::kAllReduce, "hierarchical(direct,ring)", 2 * kHosts, 0, hosts});
+  for (Rank rank : {0, 1, 31}) {
+    const Plan plan(schedule, binding_of(1 << 16, rank));
+    EXPECT_EQ(plan.segments(), 4);
+    for (const auto* frames : {&plan.sends(), &plan.receives()}) {
+      EXPECT_EQ(frames->size(), 4 + 2 * (kHosts - 1) + 4);
+      for (const Frame& frame : *frames) {
+        const bool within = plan.peers(frame)[0] / 2 == rank / 2;
+        EXPECT_EQ(frame.segments, within ? 4 : 1);
+        EXPECT_EQ(frame.bytes, (within ? 4 : 1) * 8 * 1024U);
+      }
+    }
+  }
+}
+
 TEST(Plan, EmptyArraysTravelInOneSegment) {
   const auto schedule = schedule::generate({Collective::kAllReduce, "ring", 2, 0, {}});
   EXPECT_EQ(Plan(schedule, binding_of(0)).segments(), 1);

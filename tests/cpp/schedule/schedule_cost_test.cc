@@ -392,6 +392,36 @@ TEST(Wavefront, HasEveryPlaceOnceInThePlansOrder) {
     }
 }
 
+TEST(Cut, DealsEverySliceToOneSegment) {
+  for (int segments : {1, 2, 5, 12})
+    for (int slices = 1; slices <= segments; ++slices)
+      for (int first : {0, 3, 100})
+        for (int chunks : {1, 2, 7, 40}) {
+          const Cut cut{segments, slices};
+          std::vector<int> expected(static_cast<std::size_t>(segments), 0);
+          for (int c = first; c < first + chunks; ++c)
+            for (int j = 0; j < slices; ++j)
+              ++expected[static_cast<std::size_t>((cut.segment_of_first(c) + j) % segments)];
+          int frames = 0;
+          for (int s = 0; s < segments; ++s) {
+            const int found = cut.slices_in(first, chunks, s);
+            EXPECT_EQ(found, expected[static_cast<std::size_t>(s)]);
+            EXPECT_LE(found, (chunks * slices + segments - 1) / segments);
+            frames += found > 0;
+          }
+          EXPECT_EQ(frames, cut.frames_of(chunks));
+        }
+}
+
+TEST(Cut, KeepsSlicesOfSmallChunksWhole) {
+  constexpr double kMiB = 1 << 20;
+  EXPECT_EQ(cut_into(9, kMiB, kMiB).slices, 9) << "a chunk alone takes all segments";
+  EXPECT_EQ(cut_into(64, 2 * kMiB, 8 * kMiB).slices, 64);
+  EXPECT_EQ(cut_into(1024, 0.25 * kMiB, 128 * kMiB).slices, 32) << "none below 8 KiB";
+  EXPECT_EQ(cut_into(1024, 1024, 128 * kMiB).slices, 1);
+  EXPECT_EQ(cut_into(1, 0, 0).slices, 1);
+}
+
 TEST(CostModel, HasNamesForAllItsParameters) {
   CostModel model = default_model(kMemory, kTcp, 4), copy;
   model.sharing = 2;

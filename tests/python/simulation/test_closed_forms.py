@@ -37,6 +37,25 @@ def test_several_ranks_a_host(algorithm: str) -> None:
         assert ratio(algorithm, nbytes, 32, 4) == pytest.approx(1, abs=limit), nbytes
 
 
+@pytest.mark.parametrize("hosts", [8, 32])
+@pytest.mark.parametrize("algorithm", NESTED)
+def test_chunks_that_are_small_beside_their_messages(algorithm: str, hosts: int) -> None:
+    for nbytes in (4 << 20, 64 << 20):
+        assert ratio(algorithm, nbytes, 8 * hosts, 8) == pytest.approx(1, abs=0.25), nbytes
+
+
+@pytest.mark.parametrize("ranks", [64, 512, 4096, 32768, 100_000])
+def test_a_round_between_many_hosts_costs_what_it_moves(ranks: int) -> None:
+    """1 GiB: an outer round moves less of it the more hosts there are, in fewer frames."""
+    topology = flat("100gbit,2us", 8)
+    model = topology.model()
+
+    def seconds(algorithm: str) -> float:
+        return closed_forms.seconds(algorithm, 1 << 30, ranks, topology, model)
+
+    assert seconds("hierarchical(direct,ring)") < seconds("ring")
+
+
 @pytest.mark.parametrize("algorithm", ["binary_tree", "double_binary_tree"])
 @pytest.mark.parametrize("per_host", [1, 4])
 def test_large_trees_are_corrected_by_smaller_ones(algorithm: str, per_host: int) -> None:

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <limits>
 #include <string>
-#include <tuple>
 
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/exec/plan/chunk_layout.h"
+#include "gradwire/exec/plan/slices.h"
 #include "gradwire/schedule/frames.h"
 
 namespace gradwire::exec {
@@ -18,10 +18,10 @@ namespace {
 
 using schedule::Edge;
 using schedule::kLag;
-using schedule::kSegmentsWanted;
-using schedule::kSmallestSegment;
 using schedule::Landing;
 using schedule::Schedule;
+
+std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
 bool chunks_are_extents(Collective collective) {
   return collective != Collective::kAllReduce && collective != Collective::kReduce &&
@@ -97,10 +97,6 @@ class Plan::Builder {
   void make() {
     collect_messages();
     mark_finished_chunks();
-    if (plan_.binding_.uniform_segments)
-      choose_segments();
-    else
-      choose_segments_by_chunk();
     cut_chunks();
     place_store();
     find_wide_folds();
@@ -156,82 +152,26 @@ class Plan::Builder {
     mark(sends_, leaves_finished_);
   }
 
-  // Returns the payload of the largest message that any rank sends if every chunk is cut into
-  // `segments`.
-  std::size_t largest_message(int segments) const {
-    std::vector<std::size_t> chunk_bytes;
-    std::vector<Piece> pieces;
-    for (int c = 0; c < schedule_.chunks; ++c) {
-      std::size_t most = 0;
-      for (int s = 0; s < segments; ++s) {
-        pieces.clear();
-        layout_.append(c, s, segments, pieces);
-        std::size_t bytes = 0;
-        for (const Piece& piece : pieces) bytes += payload(piece);
-        most = std::max(most, bytes);
+  void cut_chunks() {
+    const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
+    if (plan_.binding_.uniform_segments) {
+      slices_ = Slices::even(
+          schedule_, layout_, [this](const Piece& piece) { return payload(piece); }, room,
+          plan_.binding_.segment_bytes);
+    } else {
+      slices_ = Slices::by_chunk(schedule_.chunks, layout_, room / (unit() * size_of(spec_.dtype)));
+      require_one_block_a_message();
+    }
+    plan_.segments_ = slices_.segments();
+    for (int c = 0; c < schedule_.chunks; ++c)
+      for (int s = 0; s < slices_.most(); ++s) {
+        const auto first = size32(plan_.pieces_);
+        if (s < slices_.of(c)) layout_.append(c, s, slices_.of(c), plan_.pieces_);
+        cuts_.push_back({first, size32(plan_.pieces_)});
       }
-      chunk_bytes.push_back(most);
-    }
-    std::size_t largest = 0;
-    for (const auto& round : schedule_.rounds)
-      largest = std::max(largest, largest_of(round, chunk_bytes));
-    return largest;
   }
 
-  static std::size_t largest_of(const schedule::Round& round,
-                                const std::vector<std::size_t>& chunk_bytes) {
-    std::vector<std::tuple<Rank, Rank, std::size_t>> totals;  // src, dst, bytes
-    for (const Edge& edge : round) {
-      std::size_t bytes = 0;
-      for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
-        bytes += chunk_bytes[static_cast<std::size_t>(c)];
-      totals.emplace_back(edge.src, edge.dst, bytes);
-    }
-    std::sort(totals.begin(), totals.end());
-    std::size_t largest = 0, sum = 0;
-    for (std::size_t i = 0; i < totals.size(); ++i) {
-      const auto& [src, dst, bytes] = totals[i];
-      const bool same =
-          i > 0 && std::get<0>(totals[i - 1]) == src && std::get<1>(totals[i - 1]) == dst;
-      sum = same ? sum + bytes : bytes;
-      largest = std::max(largest, sum);
-    }
-    return largest;
-  }
-
-  // Chooses one number of segments for all chunks. Cuts are rounded to units, so the largest
-  // message may have more than its share: it takes more segments until that fits.
-  void choose_segments() {
-    const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
-    const std::size_t whole = largest_message(1);
-    std::size_t target = plan_.binding_.segment_bytes;
-    if (target == 0) target = std::max(whole / kSegmentsWanted, kSmallestSegment);
-    target = std::clamp<std::size_t>(target, 1, room);
-    std::size_t segments = std::max<std::size_t>(1, (whole + target - 1) / target);
-    std::size_t most_units = 1;
-    for (int c = 0; c < schedule_.chunks; ++c) most_units = std::max(most_units, layout_.units(c));
-    segments = std::min(segments, most_units);
-    while (largest_message(static_cast<int>(segments)) > room) {
-      if (segments == most_units)
-        throw ScheduleError(
-            "schedule '" + schedule_.name + "' sends so many chunks in one message " +
-            "that not even one unit of each fits " + std::to_string(room) + " bytes");
-      segments = std::min(segments + segments / 8 + 1, most_units);
-    }
-    plan_.segments_ = static_cast<int>(segments);
-    segments_of_.assign(static_cast<std::size_t>(schedule_.chunks), plan_.segments_);
-  }
-
-  // Chooses the segments of each chunk by itself. Only the two ends of a message know the size of
-  // its block, so nothing else may decide; hence blocks do not share messages.
-  void choose_segments_by_chunk() {
-    const std::size_t room = plan_.binding_.max_message - sizeof(FrameHeader);
-    const std::size_t units_in_room = room / (unit() * size_of(spec_.dtype));
-    for (int c = 0; c < schedule_.chunks; ++c) {
-      const std::size_t segments = (layout_.units(c) + units_in_room - 1) / units_in_room;
-      segments_of_.push_back(std::max(1, static_cast<int>(segments)));
-      plan_.segments_ = std::max(plan_.segments_, segments_of_.back());
-    }
+  void require_one_block_a_message() const {
     for (const auto* messages : {&sends_, &receives_})
       for (const Message& message : *messages)
         if (message.edges.size() > 1 || message.edges[0].chunks.size() > 1)
@@ -239,23 +179,6 @@ class Plan::Builder {
                               std::string(name_of(schedule_.collective)) +
                               " in one message of round " + std::to_string(message.round) +
                               "; send each in a round of its own");
-  }
-
-  void cut_chunks() {
-    for (int c = 0; c < schedule_.chunks; ++c) {
-      for (int s = 0; s < plan_.segments_; ++s) {
-        const auto first = size32(plan_.pieces_);
-        if (s < segments_of(c)) layout_.append(c, s, segments_of(c), plan_.pieces_);
-        cuts_.push_back({first, size32(plan_.pieces_)});
-      }
-    }
-  }
-
-  int segments_of(int chunk) const { return segments_of_[static_cast<std::size_t>(chunk)]; }
-  const Range& cut(int chunk, int segment) const { return cuts_[cut_index(chunk, segment)]; }
-  std::size_t cut_index(int chunk, int segment) const {
-    return static_cast<std::size_t>(chunk) * static_cast<std::size_t>(plan_.segments_) +
-           static_cast<std::size_t>(segment);
   }
 
   std::size_t cut_bytes(const Range& range) const {
@@ -271,7 +194,7 @@ class Plan::Builder {
     stored_.assign(cuts_.size(), kNotStored);
     if (!plan_.lossy()) return;
     for (std::size_t i = 0; i < cuts_.size(); ++i) {
-      if (leaves_finished_[i / static_cast<std::size_t>(plan_.segments_)] == kNever) continue;
+      if (leaves_finished_[i / at(slices_.most())] == kNever) continue;
       stored_[i] = size32(plan_.store_offsets_);
       plan_.store_offsets_.push_back(plan_.store_bytes_);
       plan_.store_bytes_ += (cut_bytes(cuts_[i]) + 63) / 64 * 64;
@@ -289,34 +212,53 @@ class Plan::Builder {
   void emit(const Message& message, std::vector<Frame>& frames, bool sends) {
     const auto first_peer = size32(plan_.peers_);
     plan_.peers_.insert(plan_.peers_.end(), message.peers.begin(), message.peers.end());
-    const int segments = segments_of(message.edges[0].chunks.first);
-    for (int s = 0; s < segments; ++s) {
-      Frame frame;
-      frame.segment = static_cast<std::uint32_t>(s);
-      frame.segments = static_cast<std::uint32_t>(segments);
-      frame.round = static_cast<std::uint16_t>(message.round);
-      frame.peers = {first_peer, size32(plan_.peers_)};
-      frame.parts.first = size32(plan_.parts_);
-      for (const Edge& edge : message.edges)
-        for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
-          add_part(c, s, edge, sends, frame);
-      frame.parts.last = size32(plan_.parts_);
-      frames.push_back(frame);
+    const std::size_t first_frame = frames.size();
+    for (const Slice& slice : slices_by_segment(message)) {
+      const bool same = frames.size() > first_frame && frames.back().segment == slice.segment;
+      if (!same) {
+        Frame& frame = frames.emplace_back();
+        frame.segment = slice.segment;
+        frame.round = static_cast<std::uint16_t>(message.round);
+        frame.peers = {first_peer, size32(plan_.peers_)};
+        frame.parts = {size32(plan_.parts_), size32(plan_.parts_)};
+      }
+      add_part(slice, sends, frames.back());
     }
+    for (std::size_t i = first_frame; i < frames.size(); ++i)
+      frames[i].segments = static_cast<std::uint32_t>(frames.size() - first_frame);
   }
 
-  void add_part(int chunk, int segment, const Edge& edge, bool sends, Frame& frame) {
+  struct Slice {
+    std::uint32_t segment;
+    const Edge* edge;
+    int chunk;
+    int number;
+  };
+  // Returns the slices of a message by segment, and in the order of its edges in each.
+  std::vector<Slice> slices_by_segment(const Message& message) const {
+    std::vector<Slice> slices;
+    for (const Edge& edge : message.edges)
+      for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
+        for (int s = 0; s < slices_.of(c); ++s)
+          slices.push_back({static_cast<std::uint32_t>(slices_.segment_of(c, s)), &edge, c, s});
+    std::ranges::stable_sort(slices, {}, &Slice::segment);
+    return slices;
+  }
+
+  void add_part(const Slice& slice, bool sends, Frame& frame) {
+    const std::size_t cut = slices_.index(slice.chunk, slice.number), c = at(slice.chunk);
+    const bool copies = slice.edge->landing == Landing::kCopy;
     Part part;
-    part.pieces = cut(chunk, segment);
-    part.landing = edge.landing;
-    if (edge.landing == Landing::kCopy) part.stored = stored_[cut_index(chunk, segment)];
-    const auto c = static_cast<std::size_t>(chunk);
-    part.finishes = sends && edge.landing == Landing::kCopy && leaves_finished_[c] != kNever &&
+    part.pieces = cuts_[cut];
+    part.landing = slice.edge->landing;
+    if (copies) part.stored = stored_[cut];
+    part.finishes = sends && copies && leaves_finished_[c] != kNever &&
                     leaves_finished_[c] <= arrives_finished_[c];
-    if (is_averaged_wide(chunk)) part.finishes = false;
+    if (is_averaged_wide(slice.chunk)) part.finishes = false;
     frame.bytes += cut_bytes(part.pieces);
     plan_.parts_.push_back(part);
-    chunk_of_part_.push_back(chunk);
+    frame.parts.last = size32(plan_.parts_);
+    chunk_of_part_.push_back(slice.chunk);
   }
 
   // ---- Sums of 16-bit floats ----
@@ -369,7 +311,7 @@ class Plan::Builder {
         const int chunk = chunk_of_part_[i];
         const auto& folds = wide_folds_[static_cast<std::size_t>(chunk)];
         if (part.landing != Landing::kReduce || folds.empty()) continue;
-        const std::size_t cut = cut_index(chunk, static_cast<int>(frame.segment));
+        const std::size_t cut = slices_.index(chunk, slices_.in_segment(chunk, frame.segment));
         part.wide = folds[seen[cut]++];
         if (part.wide.place == WideFold::kNone) continue;
         if (part.wide.begins) place_of[cut] = places.take();
@@ -510,8 +452,8 @@ class Plan::Builder {
   // the rank that finished it.
   static constexpr int kNever = std::numeric_limits<int>::max();
   std::vector<int> arrives_finished_, leaves_finished_;
-  std::vector<int> segments_of_;                   // by chunk
-  std::vector<Range> cuts_;                        // by chunk, then segment
+  Slices slices_;
+  std::vector<Range> cuts_;                        // by chunk, then slice
   std::vector<std::uint32_t> stored_;              // likewise
   std::vector<std::vector<WideFold>> wide_folds_;  // by chunk, for its addends in order
   std::vector<int> chunk_of_part_;

@@ -2,8 +2,9 @@
 // frames this rank sends and receives, in which order, and where in memory they come from and land.
 // It holds no pointers and no state, so plans are cached and shared by all calls of the same shape.
 //
-// Pipelining: chunks are cut into segments and the schedule runs once per segment, several at a
-// time. Frames stand in one wavefront order, the same on all ranks:
+// Pipelining: chunks are cut into slices, these are dealt out to segments (schedule/cost.h: Cut),
+// and the schedule runs once per segment, several at a time. Frames stand in one wavefront order,
+// the same on all ranks:
 //     (segment + lag · round, segment, sends before receives).
 // A send may go when the earlier receives of its own segment have landed. A receive may land when
 // the sends of its own round are staged. Both conditions are one integer, `needs`. Everything that
@@ -68,7 +69,7 @@ struct Frame {
 struct Binding {
   OpSpec spec;
   std::vector<std::uint64_t> counts;  // of each extent, as far as this rank knows them
-  // True if all ranks know all counts, and cut every chunk into the same number of segments.
+  // True if all ranks know all counts, and cut every chunk into the same number of slices.
   // Otherwise (gather, scatter, all_to_all) each chunk is cut by its own size, which both its ends
   // know.
   bool uniform_segments = true;

@@ -1,7 +1,7 @@
 """Closed forms of all_reduce, for any number of ranks, on networks of several levels.
 
 A schedule is a sequence of rounds in which all ranks do alike, or a tree. A message is cut into
-segments as exec/plan/plan.h cuts it. As in csrc/gradwire/schedule/cost.h, each has three prices:
+frames as exec/plan/plan.h cuts it. As in csrc/gradwire/schedule/cost.h, each has three prices:
 the processor's work at its two ends, the time of the busiest link, and the whole way of a segment.
 A round of segments takes the longest of the three. Where several levels of a network carry a round,
 the slowest one counts. Sources of the shapes: `gradwire.algorithms`.
@@ -10,7 +10,7 @@ the slowest one counts. Sources of the shapes: `gradwire.algorithms`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ MOST_RANKS = 10_000_000
 _HEADER = 32.0  # bytes of a frame's header
 _FRAME = 2046 * 64 - _HEADER  # bytes of the largest frame's payload
 _LEAST_SEGMENT, _SEGMENTS_WANTED = 32 * 1024, 4
+_LEAST_SLICE = 8 * 1024  # of a chunk beside others in a message
 _FAR = {"512K": 512 << 10, "4M": 4 << 20, "8M": 8 << 20, "16M": 16 << 20, "32M": 32 << 20}
 _NEAR = 64 << 10  # bytes of calls for which the factor is 1
 
@@ -50,6 +51,7 @@ class RoundCost:
     alike: bool = False
     cold: tuple[float, float] = (0.0, 1.0)
     path: Callable[[int], float] | None = None  # None: as leaving, all or nothing
+    beside: int = 1  # ranks of a host that send at once, each to another rank
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ def seconds(
         return model.parameters["call"]
     parts = _parts(algorithm, nbytes, ranks, topology)
     prices = Prices(model.parameters, topology, ranks, nbytes, codec)
-    largest = max(each.nbytes for each in parts) * prices.ratio
-    segments = 1 if algorithm == BINOMIAL_TREE else segments_of(largest)
-    trees = sum(_tree(each, prices, segments) for each in parts if isinstance(each, Tree))
-    rounds = [each for each in parts if isinstance(each, RoundCost)]
-    return prices.call + trees + _rounds(rounds, prices, segments)
+    sizes = [each.nbytes * prices.ratio for each in parts]
+    frames = dict.fromkeys(sizes, 1) if algorithm == BINOMIAL_TREE else frames_of(sizes)
+    cut = [(each, frames[size]) for each, size in zip(parts, sizes, strict=True)]
+    trees = sum(_tree(each, prices, count) for each, count in cut if isinstance(each, Tree))
+    rounds = [(each, count) for each, count in cut if isinstance(each, RoundCost)]
+    return prices.call + trees + _rounds(rounds, prices)
 
 
 def require_covered(algorithm: str, ranks: int) -> None:
@@ -189,12 +192,13 @@ class Prices:
         return again + (encode + decode if landing == "first" else 0.0), decode
 
 
-def _rounds(rounds: Iterable[RoundCost], prices: Prices, segments: int) -> float:
+def _rounds(rounds: Iterable[tuple[RoundCost, int]], prices: Prices) -> float:
+    """The seconds of rounds that follow each other; each is given with the frames of a message."""
     total = last = 0.0
-    for each in rounds:
-        way, busy = _round(each, prices, each.nbytes / segments)
-        total += each.times * max(segments * busy, way)
-        last = way + (segments - 1) * busy - max(segments * busy, way)
+    for each, frames in rounds:
+        way, busy = _round(each, prices, each.nbytes / frames)
+        total += each.times * max(frames * busy, way)
+        last = way + (frames - 1) * busy - max(frames * busy, way)
     return total + last
 
 
@@ -212,7 +216,7 @@ def _round(each: RoundCost, prices: Prices, part: float) -> tuple[float, float]:
     far = path(prices.host) * bool(prices.far(each.far))
     on_path = prices.ends(part, far, each.landing, each.cold)
     flight = prices.latency(path) + on_path.land
-    own = link * max(path(prices.host), prices.inside(each.leaving))
+    own = link * max(path(prices.host), prices.inside(each.leaving)) / each.beside
     first = on_path.stage + on_path.send + flight + own
     all_sent = staged + each.messages * ends.send + flight + link / max(1, each.messages)
     several = max(work, all_sent) if each.messages > 1 else 0.0
@@ -296,6 +300,7 @@ def _spread(part: RoundCost | Tree, each: int) -> RoundCost:
         leaving=lambda g: leaving(max(1, g // each)) * min(g, each),
         far=lambda _: far(1),
         path=None if path is None else lambda g: path(max(1, g // each)),
+        beside=each,
     )
 
 
@@ -447,10 +452,17 @@ def _nested(algorithm: str) -> tuple[str, str] | None:
     return inner.strip(), outer.strip()
 
 
-def segments_of(largest: float) -> int:
-    """The segments into which gradwire cuts a message of so many bytes."""
+def frames_of(sizes: Sequence[float]) -> dict[float, int]:
+    """The frames into which gradwire cuts the messages of a call, by their bytes.
+
+    The smallest message is one chunk. (csrc/gradwire/schedule/cost.h: Cut)
+    """
+    largest, chunk = max(sizes), min(sizes)
     wanted = math.floor(largest / _SEGMENTS_WANTED)
-    return max(1, math.ceil(largest / min(max(wanted, _LEAST_SEGMENT), _FRAME)))
+    segments = max(1, math.ceil(largest / min(max(wanted, _LEAST_SEGMENT), _FRAME)))
+    least = min(_LEAST_SLICE, largest / (2 * segments))
+    slices = min(max(1, math.floor(chunk / least)), segments)
+    return {size: min(segments, math.ceil(size / chunk * slices)) for size in sizes}
 
 
 def growth_of(parameters: Mapping[str, float], nbytes: float) -> float:
