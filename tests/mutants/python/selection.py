@@ -126,6 +126,15 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "made = np.zeros(_NAME_BYTES // 8 + 2 + _MOST_DIMENSIONS, np.int64)",
     ): "one number more travels, and nobody reads it",
     (
+        "lab/planner/judgement.py",
+        "low, high = 0, 1 low, high = 1, 1",
+    ): "`low` is only read where a batch of 1 waits, and then it is set anew",
+    (
+        "torch/ddp/repacking.py",
+        "self._resumed = False  # from a saved state, and DDP may still rebuild its buckets "
+        "self._resumed = True  # from a saved state, and DDP may still rebuild its buckets",
+    ): "without a saved state a job begins at step 0, and in its first steps any layout is right",
+    (
         "torch/elastic/session.py",
         "least, wait = (1, 0.0) if self._ending else (self._min_ranks, self._wait) "
         "least, wait = (1, 1.0) if self._ending else (self._min_ranks, self._wait)",

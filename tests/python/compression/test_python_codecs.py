@@ -379,6 +379,14 @@ def test_encode_cannot_write_to_the_callers_array(
     assert x.tolist() == [1] * 4
 
 
+def test_arrays_of_another_type_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(InvalidArgument, match="needs float32, x is float64"):
+            comm.all_reduce(np.ones(4), codec=Exact())
+
+    run(1, body)
+
+
 class Text(Exact):
     def encode(self, x: Floats) -> Any:
         return str(x)

@@ -458,6 +458,7 @@ def test_a_listener_without_descriptors_pauses_and_then_listens_again(
             while time.monotonic() < until:
                 assert not authenticator.poll(10)
                 assert authenticator.pending == 1  # so that who polls by it comes back
+                assert authenticator.shortage is not None
                 polls += 1
         assert polls <= 10
         assert len(caplog.records) == 1
@@ -467,6 +468,7 @@ def test_a_listener_without_descriptors_pauses_and_then_listens_again(
             authenticator.poll(1)
         assert not authenticator._paused
         assert authenticator._pending
+        assert authenticator.shortage is None
     authenticator.close()
 
 

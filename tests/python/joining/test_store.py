@@ -28,6 +28,7 @@ from gradwire._bootstrap.store import (
     MAX_LAST_WILL,
     MAX_VALUE,
     Address,
+    Status,
     StoreClient,
     parse_address,
     receive_answer,
@@ -367,14 +368,16 @@ def test_a_socket_whose_queue_is_full_is_no_leftover(tmp_path: Path) -> None:
         assert not store_server._is_leftover(path)
 
 
-def test_a_client_that_cannot_be_watched_is_closed(server: StoreServer) -> None:
+def test_a_client_that_cannot_be_watched_is_closed() -> None:
+    server = StoreServer(Address("tcp", "127.0.0.1", 0), "job", SECRET)  # without a thread
     one, other = socket.socketpair()
-    with one, other, mock.patch.object(server, "_selector") as selector:
+    with one, other, contextlib.closing(server), mock.patch.object(server, "_selector") as selector:
         selector.register.side_effect = OSError("no")
         with pytest.raises(OSError, match="no"):
             server._add_client(store_server._Client(one))
         assert other.recv(1) == b""
-    assert not server._clients
+        assert not server._clients
+    server._selector.close()
 
 
 def test_a_full_store_says_so(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,6 +555,15 @@ def test_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="enough"):
         StoreClient(Address("tcp", "here", 1), "job", SECRET, Deadline(LIMIT))
     assert tried == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_reason_that_is_cut_off_within_a_letter_is_told(
+    client: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = Status.CLOSED, "ü".encode()[:1]
+    monkeypatch.setattr(stores, "receive_answer", lambda *_: closed)
+    with pytest.raises(RendezvousError, match="gave up: \ufffd"):
+        client.get("k", 1)
 
 
 def test_a_store_that_has_ended_is_gone() -> None:
