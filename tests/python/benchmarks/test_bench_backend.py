@@ -93,7 +93,10 @@ def test_documents_get_short_tables(tmp_path: Path):
     assert rows("\n".join(tables.backend(tmp_path)))[1:] == [["all_reduce, 64 MiB", "10.3 (5.8×)"]]
     assert len(rows("\n".join(tables.backend_goals(tmp_path)))) == 4
     assert len(rows("\n".join(tables.backend_steps(tmp_path)))) == 3
-    assert tables.shaped_backend_steps(tmp_path) == tables.backend_steps(tmp_path)
+    shaped, plain = (
+        table(tmp_path)[1:] for table in (tables.shaped_backend_steps, tables.backend_steps)
+    )
+    assert shaped == plain
 
 
 @pytest.mark.parametrize("name", networks.NETWORKS)

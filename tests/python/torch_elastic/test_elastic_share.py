@@ -130,7 +130,7 @@ def test_a_joiner_takes_all_that_the_others_have(
     state = theirs._state()
     own._load(state, "a seed")
     assert (own._steps, own._sampler.position, own._reference, own._alike) == (3, 24, 4, alike)
-    assert state["ranks_of_rates"] == (own._rates.ranks if rates else 0) == 5 * rates
+    assert state["ranks_of_rates"] == (own._rates.size if rates else 0) == 5 * rates
     own._replica.load_state_dict.assert_called_once_with(theirs._replica.state_dict())
     own._averager.load_state_dict.assert_called_once_with(theirs._averager.state_dict())
     assert (random_state.digest(random_state.capture()) != before) == seeds
