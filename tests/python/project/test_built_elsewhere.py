@@ -137,6 +137,7 @@ def test_what_is_copied_is_enough_and_makes_the_wheel_that_is_installed(tmp_path
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # of compiling
 def test_the_steps_make_an_environment_that_runs(tmp_path: Path) -> None:
     """Without those of apt and torch, which load gigabytes."""
     places = {"/opt/gradwire": str(tmp_path / "venv"), "/wheels": str(tmp_path / "wheels")}

@@ -121,9 +121,9 @@ def test_who_joins_leaves_it_to_the_others_whether_generators_are_alike() -> Non
 def test_a_joiner_takes_all_that_the_others_have(
     joined: bool, alike: bool | None, seeds: bool, rates: bool
 ) -> None:
-    theirs = scripted(ranks(), rates=mock.Mock(ranks=5) if rates else None)
+    theirs = scripted(ranks(), rates=mock.Mock(size=5) if rates else None)
     theirs._steps, theirs._sampler.position, theirs._reference, theirs._alike = 3, 24, 4, alike
-    own = scripted(ranks(), rates=mock.Mock(ranks=1) if rates else None)
+    own = scripted(ranks(), rates=mock.Mock(size=1) if rates else None)
     own._joined = joined
     torch.manual_seed(1)
     before = random_state.digest(random_state.capture())
