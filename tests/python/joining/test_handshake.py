@@ -512,6 +512,19 @@ def test_a_minute_ends_with_its_last_second_and_a_crowd_is_not_kept() -> None:
     assert log._last.keys() == {"the next"}
 
 
+def test_a_client_that_says_nothing_blocks_nobody() -> None:
+    """Also where its socket was taken for readable."""
+    authenticator = Authenticator([], "job", SECRET, expect_hello)
+    ours, theirs = socket.socketpair()
+    with ours:
+        authenticator.begin_handshake(theirs, "192.0.2.7")
+        (entry,) = authenticator._pending
+        assert not theirs.getblocking()
+        assert authenticator._advance(entry) == []
+        assert authenticator.pending == 1
+        authenticator.close()
+
+
 def test_a_client_that_is_gone_again_is_no_shortage(listener: Listener) -> None:
     authenticator = listener.authenticator
     gone = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.ECONNABORTED, "gone")))
