@@ -1,16 +1,31 @@
 #include "gradwire/base/exit.h"
 
-#include <cstdint>
+#include <unistd.h>
+
+#include <cstdio>
 #include <cstdlib>
 
 namespace gradwire {
+namespace {
+
+int wanted = 0;        // in place of success; 0: no other status
+bool instead = false;  // the process exits with success
+
+void note(int given, void*) { instead = given == 0; }
+
+// Runs after all handlers: the dynamic linker's, which calls it, was registered before any other.
+// A handler must not call exit() again.
+[[gnu::destructor]] void replace_status() {
+  if (!instead) return;
+  std::fflush(nullptr);
+  ::_exit(wanted);
+}
+
+}  // namespace
 
 void end_with(int status) noexcept {
-  const auto replace = [](int given, void* wanted) {
-    // This nested exit() makes glibc run the handlers that are left and exit with its status.
-    if (given == 0) std::exit(static_cast<int>(reinterpret_cast<std::intptr_t>(wanted)));
-  };
-  ::on_exit(replace, reinterpret_cast<void*>(static_cast<std::intptr_t>(status)));
+  wanted = status;
+  ::on_exit(note, nullptr);
 }
 
 }  // namespace gradwire

@@ -130,7 +130,8 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   // ranks are known to have made the same calls (not at all if it is 0), and closes all sockets.
   // Later calls throw Aborted. Throws the error that ended the pending work, InvalidArgument if
   // ranks turn out to have made different calls, and Timeout if a rank does not come to this rank's
-  // calls. A second thread that closes waits for the first.
+  // calls. A second thread that closes waits for the first, and aborts what that waits for after
+  // `timeout` + `settle`, or when the interrupt throws.
   // `alone` says that the program goes on with other communicators.
   void close(double timeout, double settle, const Interrupt& interrupt = nullptr,
              bool alone = true);
@@ -206,6 +207,12 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
                                  const Interrupt& interrupt);
   std::exception_ptr close_gracefully(std::unique_lock<std::mutex>& lock, double settle,
                                       const Interrupt& interrupt, bool alone);
+  void await_close(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
+                   const Interrupt& interrupt, bool alone);
+  void abort_close(bool interrupted, bool alone) noexcept;
+  template <typename Over>
+  std::exception_ptr wait_until(std::unique_lock<std::mutex>& lock, Over over,
+                                const Deadline& deadline, const Interrupt& interrupt);
   void poll_control(std::unique_lock<std::mutex>& lock);
 
   void drive_or_wait(std::unique_lock<std::mutex>& lock, Work& work, Deadline deadline,

@@ -77,22 +77,39 @@ void Communicator::fail_family() noexcept {
 void Communicator::close(double timeout, double settle, const Interrupt& interrupt, bool alone) {
   const Deadline deadline = Deadline::after(timeout);
   std::unique_lock lock(mutex_);
-  if (std::exchange(ending_, true))  // another thread closes it
-    return changed_.wait(lock, [this] { return ended_; });
+  if (std::exchange(ending_, true))
+    return await_close(lock, Deadline::after(timeout + settle), interrupt, alone);
   const bool was_alive = !failure_;
   finishes_ = true;
   std::exception_ptr interruption = finish_work(lock, deadline, interrupt);
   const bool cleanly = !interruption && !failure_ && is_idle();
   if (cleanly) interruption = close_gracefully(lock, settle, interrupt, alone);
   lock.unlock();
-  if (!cleanly)
-    abort("rank " + std::to_string(identity_.rank) +
-              (interruption ? " was interrupted" : " closed its communicator with work in flight"),
-          alone);
+  if (!cleanly) abort_close(interruption != nullptr, alone);
   release();
   if (interruption) std::rethrow_exception(interruption);
   const bool is_news = was_alive || unreported_;
   if (is_news && failure_ && !abort_requested_) std::rethrow_exception(failure_);
+}
+
+// Waits until another thread has closed the communicator. Aborts what that thread waits for when it
+// takes too long, or after an interrupt, whose error it throws.
+void Communicator::await_close(std::unique_lock<std::mutex>& lock, const Deadline& deadline,
+                               const Interrupt& interrupt, bool alone) {
+  const auto interruption = wait_until(lock, [this] { return ended_; }, deadline, interrupt);
+  if (!ended_) {
+    lock.unlock();
+    abort_close(interruption != nullptr, alone);
+    lock.lock();
+    changed_.wait(lock, [this] { return ended_; });
+  }
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+void Communicator::abort_close(bool interrupted, bool alone) noexcept {
+  abort("rank " + std::to_string(identity_.rank) +
+            (interrupted ? " was interrupted" : " closed its communicator with work in flight"),
+        alone);
 }
 
 void Communicator::release() {
@@ -118,6 +135,14 @@ std::exception_ptr Communicator::finish_work(std::unique_lock<std::mutex>& lock,
                                              const Deadline& deadline, const Interrupt& interrupt) {
   const auto over = [this] { return failure_ || is_idle(); };
   if (!over()) start_progress_thread_locked();
+  return wait_until(lock, over, deadline, interrupt);
+}
+
+// Waits until something is over, or the deadline. Returns what the interrupt threw, which ends the
+// wait.
+template <typename Over>
+std::exception_ptr Communicator::wait_until(std::unique_lock<std::mutex>& lock, Over over,
+                                            const Deadline& deadline, const Interrupt& interrupt) {
   while (!over() && !deadline.passed()) {
     changed_.wait_for(lock, std::chrono::milliseconds(deadline.milliseconds_left(100)));
     if (!interrupt) continue;

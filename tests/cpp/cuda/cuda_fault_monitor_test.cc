@@ -180,6 +180,33 @@ TEST(GpuFaultMonitor, ThreadsOfARankMayMakeItsCalls) {
   for (const auto& each : thrown) EXPECT_FALSE(each);
 }
 
+TEST(GpuFaultMonitor, ACommunicatorOfTheSameGpuOutlivesAnothersDeadRank) {
+  constexpr int kCalls = 50;
+  Watched all(3), group(3);
+  const auto thrown = all.outcomes([&](Rank r) {
+    std::thread other([&] {
+      for (int call = 0; call < kCalls; ++call) group.call(r);
+      group[r].finish(10);
+    });
+    try {
+      for (int call = 0; call < kCalls; ++call) all.call(r);
+      all[r].finish(10);
+      if (r == 1) all.side().vanish(1);
+      if (r != 1) all.call(r), all[r].finish(10);
+    } catch (...) {
+      other.join();
+      throw;
+    }
+    other.join();
+  });
+  expect_all<TransportError>(thrown, 1, 1);
+  const auto later = group.outcomes([&](Rank r) {
+    group.call(r);
+    group[r].finish(10);
+  });
+  for (const auto& each : later) EXPECT_FALSE(each);
+}
+
 // The monitor rests after the call, so nobody else can have looked.
 TEST(GpuFaultMonitor, SuccessAsksTheMessagesThemselves) {
   Watched ranks(2);

@@ -192,5 +192,23 @@ TEST(Plan, KnowsWhichFramesAddToTheSameElements) {
   EXPECT_EQ(addends_of("direct", "fp16"), List(10, 0));
 }
 
+// One more shape than the cache keeps, in turn.
+TEST(PlanCache, KeepsMostPlansOfOneShapeTooMany) {
+  constexpr std::size_t kShapes = 257, kRounds = 4;
+  PlanCache plans({0, 2, {}, kUsualFrame, 0});
+  std::vector<std::shared_ptr<const Plan>> found(kShapes);
+  std::size_t made = 0;
+  for (std::size_t call = 0; call < kRounds * kShapes; ++call) {
+    const std::size_t shape = call % kShapes;
+    const Array arrays[] = {{nullptr, shape + 1}};
+    Request request;
+    request.inputs = request.outputs = arrays;
+    request.algorithm = "ring";
+    const auto plan = plans.find(request, {-1, 0});
+    if (std::exchange(found[shape], plan) != plan) ++made;
+  }
+  EXPECT_LT(made, kShapes + kShapes / 4);
+}
+
 }  // namespace exec_plan_test
 }  // namespace gradwire::exec

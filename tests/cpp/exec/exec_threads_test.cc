@@ -57,5 +57,39 @@ TEST(Threads, BlockingCallsOfTwoTakeTurns) {
   other.join();
 }
 
+// Rank 0 waits in close() for a call that rank 1 does not make. Returns how many seconds passed
+// until close() of a second thread of rank 0 was over.
+double seconds_of_second_close(const std::function<void(Communicator&)>& close) {
+  constexpr double kFirstSeconds = 30;
+  Ranks ranks(2);
+  std::vector<float> values(4, 1.0F);
+  const Array arrays[] = {array_of(values)};
+  Request request;
+  request.inputs = request.outputs = arrays;
+  request.timeout = 2 * kFirstSeconds;
+  ranks[0].submit(request);
+  std::atomic<bool> closing{false};
+  std::thread first([&] { ranks[0].close(kFirstSeconds, [&] { closing = true; }); });
+  while (!closing) std::this_thread::yield();
+  const auto began = Deadline::Clock::now();
+  close(ranks[0]);
+  const std::chrono::duration<double> took = Deadline::Clock::now() - began;
+  first.join();
+  EXPECT_TRUE(ranks[0].closed());
+  return took.count();
+}
+
+TEST(Threads, ASecondCloseTakesNoLongerThanItMay) {
+  EXPECT_LT(seconds_of_second_close([](Communicator& comm) { comm.close(0.1); }), 15);
+}
+
+TEST(Threads, AnInterruptEndsASecondClose) {
+  struct Stop {};
+  const auto close = [](Communicator& comm) {
+    EXPECT_THROW(comm.close(60, [] { throw Stop(); }), Stop);
+  };
+  EXPECT_LT(seconds_of_second_close(close), 15);
+}
+
 }  // namespace exec_threads_test
 }  // namespace gradwire::exec

@@ -312,5 +312,23 @@ TEST_F(RdmaDevicesTest, AForkTakesNothingAwayFromItsParent) {
   EXPECT_EQ(mine->ports().size(), 1U);
 }
 
+TEST_F(RdmaDevicesTest, AForkForgetsItsLinks) {
+  if (!kForkWorks) GTEST_SKIP() << "ThreadSanitizer";
+  Couple pair = couple(of_rank(0, options()), of_rank(1, options()));
+  send(*pair.ends[0], {1}, 100, 0);  // by value: without a completion
+  const int alive = fake.alive(), writes = fake.calls("post_send");
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (auto& end : pair.ends) end.reset();
+    ::_exit(fake.alive() == alive && fake.calls("post_send") == writes ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  expect_message(*pair.ends[1], 0, 100, 0);
+  send(*pair.ends[1], {0}, 100, 1);
+  expect_message(*pair.ends[0], 1, 100, 1);
+}
+
 }  // namespace transport_rdma_devices_test
 }  // namespace gradwire::transport

@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <numeric>
+#include <random>
+#include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/exec/plan/built_in_model.h"
@@ -12,8 +14,16 @@
 namespace gradwire::exec {
 namespace {
 
-// Plans are small. A cache that has more than this begins anew.
-constexpr std::size_t kMostPlans = 256;
+constexpr std::size_t kMostPlans = 256;  // they are small
+
+// Adds to a cache. Where it is full, a random entry makes room: the oldest one would be the next to
+// be asked for where calls of one shape too many follow each other in turn.
+template <typename Cached>
+Cached& add(std::vector<Cached>& cache, Cached next) {
+  if (cache.size() < kMostPlans) return cache.emplace_back(std::move(next));
+  thread_local std::minstd_rand random;
+  return cache[random() % kMostPlans] = std::move(next);
+}
 
 const std::shared_ptr<const codec::Codec>& codec_of(const Request& request) {
   static const std::shared_ptr<const codec::Codec> none = codec::make_codec("none");
@@ -121,9 +131,7 @@ const schedule::Choice& PlanCache::choose(Collective collective, Rank root, doub
   question.bytes = key.bytes;
   question.hosts = setting_.hosts;
   ask_for(*codec, model_, question);
-  if (choices_.size() >= kMostPlans) choices_.clear();
-  choices_.push_back({key, codec, schedule::choose(model_, question)});
-  return choices_.back().choice;
+  return add(choices_, {key, codec, schedule::choose(model_, question)}).choice;
 }
 
 // Returns the request's algorithm and segments, as far as the caller left the choice to the model.
@@ -189,14 +197,12 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
           std::string(request.moved)};
   if (!request.codec_label.empty()) spec.codec = request.codec_label;
   if (binding.uniform_segments) spec.counts = counts_;
-  auto plan = std::make_shared<const Plan>(schedule, std::move(binding));
-  if (plans_.size() >= kMostPlans) plans_.clear();
-  plans_.push_back(
-      {{digest, request.collective, request.dtype, request.op, request.root,
-        std::string(request.algorithm), request.schedule_digest, codec_of(request).get(),
-        std::string(request.codec_label), std::string(request.moved), counts_},
-       plan});
-  return plan;
+  return add(plans_,
+             {{digest, request.collective, request.dtype, request.op, request.root,
+               std::string(request.algorithm), request.schedule_digest, codec_of(request).get(),
+               std::string(request.codec_label), std::string(request.moved), counts_},
+              std::make_shared<const Plan>(schedule, std::move(binding))})
+      .plan;
 }
 
 }  // namespace gradwire::exec

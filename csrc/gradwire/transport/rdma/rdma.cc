@@ -509,6 +509,7 @@ void RdmaTransport::lose(Rank peer, const std::string& reason) {
 // acknowledged. Messages not yet posted to the device are dropped: nothing may follow the last
 // write, whose completion tells that all writes before it are over.
 void RdmaTransport::linger() noexcept try {
+  if (slab_.in_fork()) return;  // the connections are the parent's
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {
     Link& link = at(peer);

@@ -84,16 +84,6 @@ RdmaDevices::RdmaDevices(RdmaSettings settings)
   require_lockable_memory();
 }
 
-// In a fork, closes nothing: its handles are copies, the kernel regards the resources as the
-// parent's, and closing them would take them from the parent.
-RdmaDevices::~RdmaDevices() {
-  if (made_after_ == forks()) return;
-  for (Opened& each : opened_) {
-    [[maybe_unused]] const auto* pd = each.pd.release();
-    [[maybe_unused]] const auto* context = each.context.release();
-  }
-}
-
 std::vector<std::string> RdmaDevices::describe() const {
   std::vector<std::string> lines;
   for (const RdmaPort& port : ports_) lines.push_back(port.describe());

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/base/fork.h"
 #include "gradwire/transport/context.h"
 #include "gradwire/transport/rdma/rdma_settings.h"
 #include "gradwire/transport/rdma/verbs.h"
@@ -54,7 +53,6 @@ class RdmaDevices final : public Context {
   // Opens the ports. Throws InvalidArgument with what is missing (library, kernel, device,
   // permission, port, GID, lockable memory) and the remedy.
   explicit RdmaDevices(RdmaSettings settings);
-  ~RdmaDevices() override;
   RdmaDevices(const RdmaDevices&) = delete;
   RdmaDevices& operator=(const RdmaDevices&) = delete;
 
@@ -82,7 +80,6 @@ class RdmaDevices final : public Context {
   std::vector<Opened> opened_;
   std::vector<RdmaPort> ports_;
   std::string left_out_;  // devices and ports that are not used, and why
-  std::uint32_t made_after_ = forks();
 };
 
 // Returns "infiniband" or "ethernet".

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "gradwire/base/fork.h"
 #include "gradwire/transport/rdma/rdma_devices.h"
 
 namespace gradwire::transport {
@@ -15,16 +16,20 @@ namespace gradwire::transport {
 class Slab {
  public:
   explicit Slab(std::size_t bytes);
-  ~Slab() { ::munmap(memory_, bytes_); }
+  ~Slab() {
+    if (!in_fork()) ::munmap(memory_, bytes_);
+  }
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
   std::byte* data() const noexcept { return static_cast<std::byte*>(memory_); }
   std::size_t bytes() const noexcept { return bytes_; }
+  bool in_fork() const noexcept { return made_after_ != forks(); }
 
  private:
   std::size_t bytes_;
   void* memory_;
+  std::uint32_t made_after_ = forks();
 };
 
 class Rail {

@@ -3,9 +3,11 @@
 // through its context.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
+#include "gradwire/base/fork.h"
 #include "gradwire/transport/rdma/verbs_abi.h"
 
 namespace gradwire::transport {
@@ -45,8 +47,23 @@ struct Verbs {
   const char* (*wc_status_str)(int status);
 };
 
+// Gives a resource back, but not in a fork: there the handle is a copy, the kernel regards the
+// resource as the parent's, and giving it back would take it from the parent.
+template <typename Resource>
+class Release {
+ public:
+  Release(int (*release)(Resource*)) : release_(release) {}
+  void operator()(Resource* resource) const noexcept {
+    if (made_after_ == forks()) release_(resource);
+  }
+
+ private:
+  int (*release_)(Resource*);
+  std::uint32_t made_after_ = forks();
+};
+
 // A libibverbs resource with one owner. A null one owns nothing.
 template <typename Resource>
-using Owned = std::unique_ptr<Resource, int (*)(Resource*)>;
+using Owned = std::unique_ptr<Resource, Release<Resource>>;
 
 }  // namespace gradwire::transport
