@@ -12,6 +12,9 @@ using Rank = int;
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
+// Returns a rank, or another number that is not negative, as an index.
+constexpr std::size_t at(int i) noexcept { return static_cast<std::size_t>(i); }
+
 enum class DType : std::uint8_t {
   kFloat32,
   kFloat64,

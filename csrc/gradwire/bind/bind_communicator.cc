@@ -233,17 +233,11 @@ void bind_end(CommunicatorClass& c) {
 
 void bind_state(CommunicatorClass& c) {
   c.def(
-       "transport_of",
-       [](const Communicator& self, Rank peer) {
-         return std::string(self.get().transport_of(peer));
+       "set_model",
+       [](const Communicator& self, const schedule::CostModel& model) {
+         self.get().set_model(model);
        },
-       py::arg("peer"))
-      .def(
-          "set_model",
-          [](const Communicator& self, const schedule::CostModel& model) {
-            self.get().set_model(model);
-          },
-          py::arg("model"), WithoutLock())
+       py::arg("model"), WithoutLock())
       .def(
           "set_patience",
           [](const Communicator& self, double seconds) { self.get().set_patience(seconds); },

@@ -21,7 +21,6 @@ namespace gradwire::codec {
 enum class Combine : std::uint8_t {
   kPlain,     // bytes of the caller's own type: none
   kReencode,  // decode, add in float32, encode again at every hop of an in-tree schedule; or gather
-  kGather,    // encode once, all-gather the payloads, add in rank order; nothing else
   kCompound,  // a short program of local work and plain all_reduces
 };
 
@@ -117,7 +116,7 @@ class Codec {
   virtual bool biased() const noexcept = 0;
   // Returns whether an all_reduce of so many ranks should gather payloads rather than encode sums
   // anew.
-  virtual bool gathers(int /*ranks*/) const noexcept { return combine() == Combine::kGather; }
+  virtual bool gathers(int /*ranks*/) const noexcept { return false; }
   // Returns a number of elements. Runs are cut only at its multiples, counted from the start of
   // each extent.
   virtual std::size_t unit() const noexcept = 0;

@@ -44,10 +44,8 @@ enum Flag : std::uint32_t {
 // The state that codecs adapt to one key (codec/codec.h).
 struct CodecState {
   float tau;
-  float filter;  // unused: it changes no result
   std::uint64_t sent;
   std::uint32_t largest;  // bits of a non-negative float, which compare as the float does
-  std::uint32_t reserved;
 };
 
 // One key's state, in device memory; all zero at first. Of each pair, element `which` is as the
@@ -242,7 +240,7 @@ struct Api {
   Status (*poison)(const Run* runs, int count, const std::uint32_t* flags, Stream);
 
   // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
-  // Begins a call with tau and filter as the last call left them, and with nothing sent.
+  // Begins a call with tau as the last call left it, and with nothing sent.
   Status (*open)(KeyState* const* key_states, std::uint64_t count, Stream);
   // Multiplies the residuals of the last kept calls, one run for each key, and what codecs have
   // adapted to them, by `factor`; and by *now / *before where neither is null and both are

@@ -5,8 +5,6 @@
 namespace gradwire::cuda {
 namespace {
 
-std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-
 void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Piece>& pieces) {
   for (const exec::Part& part : plan.parts(frame)) {
     const auto its = plan.pieces(part);

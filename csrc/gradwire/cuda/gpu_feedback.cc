@@ -273,7 +273,6 @@ codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) con
   codec::ErrorFeedback::SavedKey saved;
   saved.calls = key_state.calls;
   saved.codec_state.tau = codec_state.tau;
-  saved.codec_state.filter = codec_state.filter;
   saved.codec_state.sent = codec_state.sent;
   saved.codec_state.largest = std::bit_cast<float>(codec_state.largest);
   saved.residual.resize(key.count);
@@ -292,7 +291,6 @@ void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& saved
   key_state.calls = saved.calls;
   CodecState& codec_state = key_state.codec_state[0];
   codec_state.tau = saved.codec_state.tau;
-  codec_state.filter = saved.codec_state.filter;
   codec_state.sent = saved.codec_state.sent;
   codec_state.largest = std::bit_cast<std::uint32_t>(saved.codec_state.largest);
   const auto store = [&](void* to, const void* from, std::size_t bytes) {

@@ -79,7 +79,6 @@ class Communicator final : private Family::Member, private ProgressThread::Membe
   void join(std::shared_ptr<Family> family);
 
   const Identity& identity() const noexcept { return identity_; }
-  std::string_view transport_of(Rank peer) const { return links_.transport_of(peer); }
   // Reports to `observer` from the next call on, or to none if it is null. The one before is let go
   // when the call under way is over.
   void observe(std::shared_ptr<Observer> observer);

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/spin.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/schedule/frames.h"
 #include "gradwire/schedule/simulated_links.h"
@@ -18,10 +19,6 @@ constexpr std::size_t kNone = ~std::size_t{0};
 // Where ranks share cores, or NICs let bursts pass, successive calls are simulated. The first and
 // the last do not count, as no call precedes or follows them.
 constexpr int kCallsThatCount = 2;
-// A waiting rank yields so many times, then sleeps.
-constexpr double kYields = 20;
-
-std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
 // The cores of hosts on which several ranks share one, and the time from which each is free.
 class Cores {

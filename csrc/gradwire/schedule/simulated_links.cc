@@ -11,8 +11,6 @@ namespace {
 constexpr std::size_t kOfRanks = 0, kOfHosts = 1, kOfLevels = 2;  // tiers
 constexpr std::size_t kNone = ~std::size_t{0};
 
-std::size_t at(int i) { return static_cast<std::size_t>(i); }
-
 // CRC-32 as zlib and Ethernet have it: its low bits differ where few bits of the text do.
 std::uint32_t crc32(const std::string& text) {
   std::uint32_t crc = ~0U;

@@ -76,7 +76,6 @@ class EmulatedTransport final : public Transport {
   bool flush() override { return tcp_->flush(); }
   bool is_flushed(Rank peer) const override { return tcp_->is_flushed(peer); }
   std::optional<ConstBytes> peek(Rank peer) override;
-  std::optional<Incoming> peek_any() override;
   void release(Rank peer) override;
   int doorbell() const noexcept override { return bell_.get(); }
   void arm() override;
@@ -90,7 +89,6 @@ class EmulatedTransport final : public Transport {
     Time at;
   };
   bool has_arrived(Rank peer, ConstBytes message);
-  std::optional<ConstBytes> front_of(Rank peer);
 
   Rank rank_;
   std::shared_ptr<EmulatedLink> link_;
@@ -100,7 +98,6 @@ class EmulatedTransport final : public Transport {
   std::size_t copies_ = 0;
   Alarm alarm_;
   UniqueFd bell_;  // watches tcp's doorbell and the alarm
-  std::size_t turn_ = 0;
 };
 
 EmulatedTransport::EmulatedTransport(const Options& options)
@@ -159,30 +156,9 @@ bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
   return front.shown;
 }
 
-// tcp's peek_any() also throws when a peer has gone and nothing is left to read.
-std::optional<Incoming> EmulatedTransport::peek_any() {
-  if (!tcp_->peek_any()) return std::nullopt;
-  for (std::size_t i = 0; i < fronts_.size(); ++i) {
-    const auto peer = static_cast<Rank>((turn_ + i) % fronts_.size());
-    if (const auto message = front_of(peer); message && has_arrived(peer, *message))
-      return Incoming{peer, without_flight(*message)};
-  }
-  return std::nullopt;
-}
-
-// Returns tcp's message in front; nullopt for a peer that has gone, or that has no link.
-std::optional<ConstBytes> EmulatedTransport::front_of(Rank peer) {
-  try {
-    return tcp_->peek(peer);
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
 void EmulatedTransport::release(Rank peer) {
   tcp_->release(peer);
   fronts_[static_cast<std::size_t>(peer)] = {};
-  turn_ = static_cast<std::size_t>(peer) + 1;
 }
 
 void EmulatedTransport::arm() {

@@ -92,40 +92,17 @@ void StagedTransport::commit(std::size_t bytes) {
   for (Rank peer : open_.peers) throw_if_gone(peer);
 }
 
-const std::optional<ConstBytes>& StagedTransport::look(Rank rank, Peer& peer) {
-  if (!peer.front) peer.front = arrived(rank);
-  return peer.front;
-}
-
 std::optional<ConstBytes> StagedTransport::peek(Rank peer) {
-  const auto& front = look(peer, linked(peer));
-  if (!front) throw_if_gone(peer);
-  return front;
-}
-
-std::optional<Incoming> StagedTransport::peek_any() {
-  for (std::size_t i = 0; i < peers_.size(); ++i) {
-    const std::size_t next = (turn_ + i) % peers_.size();
-    if (!peers_[next].linked) continue;
-    const Rank peer = static_cast<Rank>(next);
-    if (const auto& front = look(peer, peers_[next])) return Incoming{peer, *front};
-  }
-  throw_if_any_is_gone();
-  return std::nullopt;
-}
-
-void StagedTransport::throw_if_any_is_gone() {
-  for (std::size_t i = 0; i < peers_.size(); ++i) {
-    if (peers_[i].gone.empty() || std::exchange(peers_[i].end_was_told, true)) continue;
-    throw_if_gone(static_cast<Rank>(i));
-  }
+  Peer& state = linked(peer);
+  if (!state.front) state.front = arrived(peer);
+  if (!state.front) throw_if_gone(peer);
+  return state.front;
 }
 
 void StagedTransport::release(Rank peer) {
   Peer& state = linked(peer);
   if (!state.front) throw InvalidArgument(describe(link_id(peer), "release() without peek()"));
   state.front.reset();
-  turn_ = static_cast<std::size_t>(peer) + 1;
   consume(peer);
 }
 

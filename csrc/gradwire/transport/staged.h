@@ -1,5 +1,5 @@
 // StagedTransport: implements the contract of Transport once. It keeps the open reservation, the
-// front message of each peer, whose turn it is and who is gone. A kind of link implements the steps
+// front message of each peer, and who is gone. A kind of link implements the steps
 // below.
 #pragma once
 
@@ -24,7 +24,6 @@ class StagedTransport : public Transport {
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) final;
   void commit(std::size_t bytes) final;
   std::optional<ConstBytes> peek(Rank peer) final;
-  std::optional<Incoming> peek_any() final;
   void release(Rank peer) final;
 
  protected:
@@ -62,8 +61,7 @@ class StagedTransport : public Transport {
   struct Peer {
     Connection offered;  // until it is linked
     bool linked = false;
-    bool end_was_told = false;  // by peek_any()
-    std::string gone;           // why, when it is
+    std::string gone;  // why, when it is
     std::optional<ConstBytes> front;
   };
   struct Reservation {
@@ -72,14 +70,11 @@ class StagedTransport : public Transport {
     std::vector<Rank> peers;
   };
   Peer& linked(Rank peer);
-  const std::optional<ConstBytes>& look(Rank rank, Peer& peer);
-  void throw_if_any_is_gone();
 
   std::string_view name_;
   Options options_;
   std::vector<Peer> peers_;
   Reservation open_;
-  std::size_t turn_ = 0;
 };
 
 }  // namespace gradwire::transport

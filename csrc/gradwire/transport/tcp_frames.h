@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 
-#include "gradwire/transport/cells.h"
 #include "gradwire/transport/socket.h"
+#include "gradwire/transport/transport.h"
 
 namespace gradwire::transport {
 

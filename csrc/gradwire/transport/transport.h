@@ -27,10 +27,7 @@
 
 namespace gradwire::transport {
 
-struct Incoming {
-  Rank peer = -1;
-  ConstBytes message;
-};
+inline constexpr std::size_t kLine = 64;  // bytes of a cache line
 
 // Wakes the rank at the other end of a link, by a socket that both ends poll anyway.
 class Bells {
@@ -102,10 +99,6 @@ class Transport {
   // Returns the oldest message from `peer` that was not released; nullopt when none has arrived
   // whole. It stays in place, 8-byte aligned, until release(peer). Empty messages count.
   virtual std::optional<ConstBytes> peek(Rank peer) = 0;
-  // Returns a message of any peer that has one, as peek() does; fair over time. Reports a peer's
-  // end (TransportError) once, when nothing else has arrived; peek(), reserve() and commit() throw
-  // for it each time.
-  virtual std::optional<Incoming> peek_any() = 0;
   virtual void release(Rank peer) = 0;
 
   // Returns a descriptor that polls readable when something may have changed, provided arm() was

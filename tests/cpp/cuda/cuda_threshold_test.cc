@@ -48,8 +48,7 @@ class OnDevice {
 };
 
 CodecState on_device(const codec::CodecState& codec_state) {
-  return {codec_state.tau, codec_state.filter, codec_state.sent,
-          std::bit_cast<std::uint32_t>(codec_state.largest), 0};
+  return {codec_state.tau, codec_state.sent, std::bit_cast<std::uint32_t>(codec_state.largest)};
 }
 
 void expect_same(const CodecState& actual, const codec::CodecState& expected) {

@@ -231,7 +231,6 @@ TEST_P(TransportConformance, PeekShowsTheSameMessageUntilRelease) {
   send(*mesh[0], {1}, 200, 2);
   wait_until(*mesh[1], [&] { return mesh[1]->peek(0).has_value(); });
   const ConstBytes first = *mesh[1]->peek(0);
-  EXPECT_EQ(mesh[1]->peek_any()->message.data(), first.data());
   EXPECT_EQ(mesh[1]->peek(0)->data(), first.data());
   expect_message(*mesh[1], 0, 100, 1);
   expect_message(*mesh[1], 0, 200, 2);
@@ -248,27 +247,6 @@ TEST_P(TransportConformance, AMessageHeldBackDoesNotBlockOthers) {
     expect_message(*mesh[1], 0, 100, i);
   }
   expect_message(*mesh[2], 0, 500, 99);
-}
-
-TEST_P(TransportConformance, PeekAnyTakesTurns) {
-  const Transports mesh = connect(GetParam(), 3, small());
-  constexpr std::size_t kEach = 3;
-  for (std::size_t i = 0; i < kEach; ++i) {
-    send(*mesh[1], {0}, 10, i);
-    send(*mesh[2], {0}, 20, i);
-  }
-  std::vector<Rank> order;
-  while (order.size() < 2 * kEach) {
-    const bool both_have_more = order.size() < 2 * kEach - 1;
-    wait_until(*mesh[0], [&] {
-      const bool one = mesh[0]->peek(1).has_value();
-      return (mesh[0]->peek(2).has_value() && one) || (!both_have_more && mesh[0]->peek_any());
-    });
-    order.push_back(mesh[0]->peek_any()->peer);
-    mesh[0]->release(order.back());
-  }
-  EXPECT_EQ(order, (std::vector<Rank>{1, 2, 1, 2, 1, 2}));
-  EXPECT_FALSE(mesh[0]->peek_any().has_value());
 }
 
 TEST_P(TransportConformance, NoWakeUpIsLost) {
@@ -311,7 +289,8 @@ class Flooder {
   void run() {
     wait_until(self_, [this] {
       while (unsent_ > 0 && send_one()) --unsent_;
-      while (const auto incoming = self_.peek_any()) read(*incoming);
+      for (Rank peer : peers_)
+        while (const auto message = self_.peek(peer)) read(peer, *message);
       return unsent_ == 0 && ended_ == peers_.size() && self_.flush();
     });
   }
@@ -338,15 +317,15 @@ class Flooder {
     self_.commit(bytes);
     return true;
   }
-  void read(const Incoming& incoming) {
+  void read(Rank from, ConstBytes message) {
     Label label;
-    std::memcpy(&label, incoming.message.data(), sizeof label);
+    std::memcpy(&label, message.data(), sizeof label);
     EXPECT_EQ(label.nth[static_cast<std::size_t>(rank_)],
-              ++received_[static_cast<std::size_t>(incoming.peer)]);
-    EXPECT_TRUE(matches(incoming.message.subspan(sizeof label), label.seed, sizeof label))
-        << "rank " << rank_ << ": message " << label.seed << " from rank " << incoming.peer;
+              ++received_[static_cast<std::size_t>(from)]);
+    EXPECT_TRUE(matches(message.subspan(sizeof label), label.seed, sizeof label))
+        << "rank " << rank_ << ": message " << label.seed << " from rank " << from;
     ended_ += label.last;
-    self_.release(incoming.peer);
+    self_.release(from);
   }
 
   Transport& self_;
@@ -376,23 +355,6 @@ TEST_P(TransportConformance, APeersEndComesAfterItsMessages) {
   EXPECT_THROW(mesh[0]->peek(1), TransportError);
   send(*mesh[2], {0}, 10, 7);  // the others live on
   expect_message(*mesh[0], 2, 10, 7);
-}
-
-TEST_P(TransportConformance, PeekAnyTellsOfAnEndOnce) {
-  Transports mesh = connect(GetParam(), 3, small());
-  send(*mesh[2], {0}, 10, 7);
-  mesh[1].reset();
-  const auto look = [&] { return mesh[0]->peek_any().has_value(); };
-  wait_until(*mesh[0], look);
-  EXPECT_EQ(mesh[0]->peek_any()->peer, 2);
-  mesh[0]->release(2);
-  try {
-    wait_until(*mesh[0], look);
-    ADD_FAILURE() << "the end of rank 1 went unnoticed";
-  } catch (const TransportError& error) {
-    EXPECT_EQ(error.peer(), 1);
-  }
-  EXPECT_FALSE(mesh[0]->peek_any().has_value());
 }
 
 TEST_P(TransportConformance, WhatAGonePeerLeftUnreadDoesNotFillTheStaging) {

@@ -151,7 +151,7 @@ __global__ void open_kernel(KeyState* const* key_states, std::uint64_t count) {
   for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
     KeyState& key_state = *key_states[i];
     const CodecState last = key_state.codec_state[key_state.which];
-    key_state.codec_state[key_state.which ^ 1U] = {last.tau, last.filter, 0, 0, 0};
+    key_state.codec_state[key_state.which ^ 1U] = {last.tau, 0, 0};
   }
 }
 
@@ -219,7 +219,6 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
     CodecState& codec_state = key_state.codec_state[key_state.which];
     const double magnitude = factor < 0 ? -factor : factor;
     codec_state.tau = scaled(codec_state.tau, magnitude);
-    codec_state.filter = scaled(codec_state.filter, magnitude);
   }
 }
 

@@ -39,11 +39,6 @@ void Links::complete(const WaitLimit& wait_limit) {
   }
 }
 
-std::string_view Links::transport_of(Rank peer) const {
-  const int link = link_of_[static_cast<std::size_t>(peer)];
-  return link < 0 ? "self" : transports_[static_cast<std::size_t>(link)]->name();
-}
-
 bool Links::flush() {
   bool all = true;
   for (auto& each : transports_) all = each->flush() && all;

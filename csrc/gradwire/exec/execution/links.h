@@ -34,7 +34,6 @@ class Links {
   // Returns one number per peer: peers with the same number share a transport and can share
   // staging.
   const std::vector<int>& link_of() const noexcept { return link_of_; }
-  std::string_view transport_of(Rank peer) const;
 
   // All peers must be on one transport. A reserve() replaces a reservation that was not committed.
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) {

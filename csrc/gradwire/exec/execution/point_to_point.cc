@@ -9,8 +9,6 @@
 namespace gradwire::exec {
 namespace {
 
-std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-
 // Returns a hash of the size, by which both ends check that they mean messages of the same size.
 std::uint32_t size_fingerprint(std::size_t bytes) {
   return static_cast<std::uint32_t>(bytes ^ (static_cast<std::uint64_t>(bytes) >> 32));

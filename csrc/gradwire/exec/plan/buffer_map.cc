@@ -1,12 +1,6 @@
 #include "gradwire/exec/plan/buffer_map.h"
 
 namespace gradwire::exec {
-namespace {
-
-std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-
-}  // namespace
-
 void BufferMap::make(const Request& request, const Plan& plan, const Scratch& scratch) {
   element_ = size_of(request.dtype);
   for (auto* each : {&extents_, &addends_}) each->clear();

@@ -12,9 +12,7 @@ schedule::CostModel built_in_model(std::string_view within, std::string_view bet
   for (const std::string_view name : codec::codec_names()) {
     const auto codec = codec::make_codec(name);
     // Other codecs encode nothing: arrays travel as they are, or as collectives of plain arrays.
-    if (codec->combine() != codec::Combine::kReencode &&
-        codec->combine() != codec::Combine::kGather)
-      continue;
+    if (codec->combine() != codec::Combine::kReencode) continue;
     const auto [encode, decode] = codec->seconds_per_byte();
     model.codecs.insert_or_assign(std::string(name), schedule::CodecCost{encode, decode});
   }

@@ -494,8 +494,7 @@ Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(bindi
   if (lossy() && codec().combine() != codec::Combine::kReencode)
     throw ScheduleError("codec '" + codec().name() +
                         "' can't be added at every hop, as schedule '" + schedule.name +
-                        "' does; use algorithm 'auto'" +
-                        (codec().combine() == codec::Combine::kGather ? " or 'gather'" : ""));
+                        "' does; use algorithm 'auto'");
   if (lossy() && !binding_.in_tree)
     throw ScheduleError(
         "codec '" + binding_.codec->name() + "' encodes again at every hop, which needs " +

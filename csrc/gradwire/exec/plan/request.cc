@@ -8,8 +8,6 @@
 namespace gradwire::exec {
 namespace {
 
-std::size_t at(Rank rank) { return static_cast<std::size_t>(rank); }
-
 [[noreturn]] void refuse(const Request& request, const std::string& what) {
   throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
 }

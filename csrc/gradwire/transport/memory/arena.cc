@@ -13,8 +13,7 @@ namespace gradwire::transport {
 namespace {
 
 constexpr std::uint32_t kArenaMagic = 0x33415247;  // "GRA3"; changes with the layout
-constexpr std::size_t kLine = 64;  // what two writers must not share: a cache line, in bytes
-constexpr std::size_t kEntry = 2 * kLine;
+constexpr std::size_t kEntry = 2 * kLine;          // two writers must not share a line
 constexpr std::size_t kPage = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 

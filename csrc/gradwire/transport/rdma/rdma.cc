@@ -20,10 +20,9 @@
 #include <random>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/cells.h"
+#include "gradwire/transport/queued.h"
 #include "gradwire/transport/rdma/rdma_exchange.h"
 #include "gradwire/transport/rdma/rdma_rail.h"
-#include "gradwire/transport/staged.h"
 
 namespace gradwire::transport {
 namespace {
@@ -55,15 +54,11 @@ struct Word {
 };
 static_assert(kMostSlots < Word::kCounts);
 
-class RdmaTransport final : public StagedTransport {
+class RdmaTransport final : public QueuedTransport {
  public:
   explicit RdmaTransport(const Options& options);
   ~RdmaTransport() override { linger(); }
 
-  bool flush() override;
-  bool is_flushed(Rank peer) const override {
-    return links_[static_cast<std::size_t>(peer)].outbox.empty();
-  }
   int doorbell() const noexcept override { return epoll_.get(); }
   void arm() override;
   void disarm() override;
@@ -75,7 +70,6 @@ class RdmaTransport final : public StagedTransport {
     Rail* rail = nullptr;
     std::unique_ptr<QueuePair> queue_pair;
     RdmaEnd far;
-    CellQueue outbox;  // not yet posted to the device
     // Messages sent to the peer, and how many of these it has read, as it reported last.
     std::uint32_t sent = 0;
     std::uint32_t read = 0;
@@ -95,15 +89,9 @@ class RdmaTransport final : public StagedTransport {
     bool greeted = false;
     bool lost = false;
   };
-  struct Cell {
-    std::size_t bytes = 0;
-    std::size_t readers = 0;
-  };
 
   void introduce(const Stream& to, Rank peer) override;
   void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
-  bool has_its_share(Rank peer) override;
-  int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override {
     return slab_.data() + static_cast<std::size_t>(cell) * slot_bytes_;
   }
@@ -124,10 +112,10 @@ class RdmaTransport final : public StagedTransport {
   void handle(const ibv::Wc& found);
   void take(Rank peer, const Word& word);
   void retire(Link& link, std::uint32_t last);
-  int first_free_cell() const noexcept;
-  void free_cell(int cell) noexcept { --cells_[static_cast<std::size_t>(cell)].readers; }
+  void free_cell(int cell) noexcept { --cell_at(cell).readers; }
   std::size_t with_device(const Link& link) const noexcept { return link.posted - link.done; }
-  void push_out(Rank peer);
+  void push_out(Rank peer) override;
+  void push_on(Rank) override { poll(); }
   bool write(Rank peer, int cell, bool tells);
   void tell_released(Rank peer);
   void answer_bell(Rank peer);
@@ -141,7 +129,6 @@ class RdmaTransport final : public StagedTransport {
   UniqueFd epoll_;
   std::vector<std::unique_ptr<Rail>> rails_;  // by port; null where unused
   std::vector<Link> links_;
-  std::vector<Cell> cells_;
 };
 
 std::shared_ptr<RdmaDevices> devices_of(const Options& options) {
@@ -166,7 +153,7 @@ std::uint32_t random_packet_number() {
 }
 
 RdmaTransport::RdmaTransport(const Options& options)
-    : StagedTransport("rdma", options),
+    : QueuedTransport("rdma", options),
       devices_(devices_of(options)),
       slot_bytes_((options.max_message + kLine - 1) / kLine * kLine),
       slots_(slots_for(static_cast<std::size_t>(options.size - 1), slot_bytes_)),
@@ -174,11 +161,11 @@ RdmaTransport::RdmaTransport(const Options& options)
                            slots_ * static_cast<std::size_t>(options.size))),
       epoll_(make_epoll()),
       rails_(devices_->ports().size()),
-      links_(static_cast<std::size_t>(options.size)),
-      cells_(static_cast<std::size_t>(options.messages)) {}
+      links_(static_cast<std::size_t>(options.size)) {}
 
 std::byte* RdmaTransport::ring_of(Rank peer) const noexcept {
-  return slab_.data() + slot_bytes_ * (cells_.size() + slots_ * static_cast<std::size_t>(peer));
+  return slab_.data() + slot_bytes_ * (static_cast<std::size_t>(options().messages) +
+                                       slots_ * static_cast<std::size_t>(peer));
 }
 
 Rail& RdmaTransport::rail_of(int port) {
@@ -200,7 +187,6 @@ void RdmaTransport::introduce(const Stream& to, Rank peer) {
 
 void RdmaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
   Link& link = at(peer);
-  link.outbox = CellQueue(cells_.size());
   link.ring = ring_of(peer);
   RdmaEnd mine;
   link.far = agree(connection.stream(), link, peer, wait_limit, mine);
@@ -302,56 +288,22 @@ void RdmaTransport::throw_out_of_reach(Rank peer) {
 
 // --- sending ---
 
-int RdmaTransport::first_free_cell() const noexcept {
-  for (std::size_t cell = 0; cell < cells_.size(); ++cell)
-    if (cells_[cell].readers == 0) return static_cast<int>(cell);
-  return kNoCell;
-}
-
-bool RdmaTransport::has_its_share(Rank peer) {
-  const auto share = static_cast<std::size_t>(options().messages_per_peer);
-  if (at(peer).outbox.size() >= share) poll();
-  return at(peer).outbox.size() >= share;
-}
-
-int RdmaTransport::find_room(std::span<const Rank>, std::size_t) {
-  const int cell = first_free_cell();
-  if (cell != kNoCell) return cell;
-  poll();
-  return first_free_cell();
-}
-
-void RdmaTransport::post(int index, std::size_t bytes, std::span<const Rank> peers) {
-  Cell& cell = cells_[static_cast<std::size_t>(index)];
-  cell.bytes = bytes;
-  cell.readers = peers.size();
-  for (Rank peer : peers) at(peer).outbox.push(index);
-  for (Rank peer : peers) push_out(peer);
+void RdmaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
+  queue(cell, bytes, peers);
   // The peer may have sent that its ring has room again, in a word that is not read yet.
   if (!std::ranges::all_of(peers, [this](Rank peer) { return is_flushed(peer); })) poll();
-}
-
-bool RdmaTransport::flush() {
-  bool all = true;
-  for (Rank peer = 0; peer < options().size; ++peer) {
-    if (at(peer).outbox.empty()) continue;
-    poll();
-    throw_if_gone(peer);
-    all = all && at(peer).outbox.empty();
-  }
-  return all;
 }
 
 // Sends as much as the peer's ring and the device have room for.
 void RdmaTransport::push_out(Rank peer) {
   Link& link = at(peer);
-  while (!link.lost && !link.outbox.empty() && link.sent - link.read < link.far.slots &&
+  while (!link.lost && !is_flushed(peer) && link.sent - link.read < link.far.slots &&
          with_device(link) < kRequests) {
-    const int cell = link.outbox.front();
-    const auto bytes = cells_[static_cast<std::size_t>(cell)].bytes;
+    const int cell = outbox(peer).front();
+    const auto bytes = cell_at(cell).bytes;
     const bool by_value = bytes <= link.queue_pair->most_inline();
     if (!write(peer, cell, !by_value)) return;
-    link.outbox.pop();
+    outbox(peer).pop();
     ++link.sent;
     if (!by_value) continue;
     link.cells[(link.posted - 1) % kRequests] = kNoCell;
@@ -366,7 +318,7 @@ bool RdmaTransport::write(Rank peer, int cell, bool tells) {
   next.id = request_id(peer, link.posted);
   if (cell != kNoCell) {
     next.from = staging(cell);
-    next.bytes = static_cast<std::uint32_t>(cells_[static_cast<std::size_t>(cell)].bytes);
+    next.bytes = static_cast<std::uint32_t>(cell_at(cell).bytes);
     next.key = link.rail->memory().lkey;
     next.to = link.far.ring + link.sent % link.far.slots * slot_bytes_;
     next.to_key = link.far.key;
@@ -502,7 +454,7 @@ void RdmaTransport::lose(Rank peer, const std::string& reason) {
     const int cell = link.cells[link.done % kRequests];
     if (cell != kNoCell) free_cell(cell);
   }
-  for (; !link.outbox.empty(); link.outbox.pop()) free_cell(link.outbox.front());
+  for (; !is_flushed(peer); outbox(peer).pop()) free_cell(outbox(peer).front());
 }
 
 // Waits before the connections are destroyed, since that drops what the peers have not
@@ -513,7 +465,7 @@ void RdmaTransport::linger() noexcept try {
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {
     Link& link = at(peer);
-    link.outbox = CellQueue();
+    outbox(peer) = CellQueue();
     if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
   }
   const auto all_over = [&] {

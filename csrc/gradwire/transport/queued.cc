@@ -1,0 +1,45 @@
+#include "gradwire/transport/queued.h"
+
+#include <algorithm>
+
+namespace gradwire::transport {
+
+QueuedTransport::QueuedTransport(std::string_view name, const Options& options)
+    : StagedTransport(name, options),
+      cells_(static_cast<std::size_t>(options.messages)),
+      outboxes_(static_cast<std::size_t>(options.size), CellQueue(cells_.size())) {}
+
+bool QueuedTransport::flush() {
+  for (Rank peer = 0; peer < options().size; ++peer) {
+    if (is_flushed(peer)) continue;
+    push_on(peer);
+    throw_if_gone(peer);
+  }
+  return std::ranges::all_of(outboxes_, &CellQueue::empty);
+}
+
+bool QueuedTransport::has_its_share(Rank peer) {
+  const auto share = static_cast<std::size_t>(options().messages_per_peer);
+  if (outbox(peer).size() >= share) push_on(peer);
+  return outbox(peer).size() >= share;
+}
+
+int QueuedTransport::find_room(std::span<const Rank>, std::size_t) {
+  const int cell = first_free_cell();
+  if (cell != kNoCell) return cell;
+  for (Rank peer = 0; peer < options().size; ++peer) push_on(peer);
+  return first_free_cell();
+}
+
+int QueuedTransport::first_free_cell() const noexcept {
+  const auto free = std::ranges::find(cells_, std::size_t{0}, &Cell::readers);
+  return free == cells_.end() ? kNoCell : static_cast<int>(free - cells_.begin());
+}
+
+void QueuedTransport::queue(int cell, std::size_t bytes, std::span<const Rank> peers) {
+  cell_at(cell) = {bytes, peers.size()};
+  for (Rank peer : peers) outbox(peer).push(cell);
+  for (Rank peer : peers) push_out(peer);
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,64 @@
+// QueuedTransport: what links have in common that stage messages in cells of their own and send
+// them when a socket or a device takes them.
+#pragma once
+
+#include <vector>
+
+#include "gradwire/transport/staged.h"
+
+namespace gradwire::transport {
+
+// The cells that a peer has yet to be sent, oldest first; there are never more than cells.
+class CellQueue {
+ public:
+  explicit CellQueue(std::size_t capacity = 0) : cells_(capacity) {}
+  bool empty() const noexcept { return count_ == 0; }
+  std::size_t size() const noexcept { return count_; }
+  int front() const noexcept { return cells_[first_]; }
+  void push(int cell) noexcept { cells_[(first_ + count_++) % cells_.size()] = cell; }
+  void pop() noexcept {
+    first_ = (first_ + 1) % cells_.size();
+    --count_;
+  }
+
+ private:
+  std::vector<int> cells_;
+  std::size_t first_ = 0;
+  std::size_t count_ = 0;
+};
+
+class QueuedTransport : public StagedTransport {
+ public:
+  QueuedTransport(std::string_view name, const Options& options);
+
+  bool flush() final;
+  bool is_flushed(Rank peer) const final {
+    return outboxes_[static_cast<std::size_t>(peer)].empty();
+  }
+
+ protected:
+  struct Cell {
+    std::size_t bytes = 0;
+    std::size_t readers = 0;  // peers to which it has yet to be sent
+  };
+
+  // Sends as much of a peer's outbox as there is room for.
+  virtual void push_out(Rank peer) = 0;
+  // Does the same after a look at what has become of what was sent.
+  virtual void push_on(Rank peer) = 0;
+
+  Cell& cell_at(int cell) noexcept { return cells_[static_cast<std::size_t>(cell)]; }
+  CellQueue& outbox(Rank peer) noexcept { return outboxes_[static_cast<std::size_t>(peer)]; }
+  // Queues a cell for the peers, and sends what there is room for.
+  void queue(int cell, std::size_t bytes, std::span<const Rank> peers);
+
+ private:
+  bool has_its_share(Rank peer) final;
+  int find_room(std::span<const Rank> peers, std::size_t bytes) final;
+  int first_free_cell() const noexcept;
+
+  std::vector<Cell> cells_;
+  std::vector<CellQueue> outboxes_;  // by peer
+};
+
+}  // namespace gradwire::transport
