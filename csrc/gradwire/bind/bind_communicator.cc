@@ -22,6 +22,12 @@ using WithoutLock = py::call_guard<Unlocked>;
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using std::shared_ptr;
 
+// A method of the communicator, on its handle.
+template <auto kMethod, typename... Args>
+constexpr auto on_core = [](Communicator& self, Args... args) {
+  return (self.get().*kMethod)(std::forward<Args>(args)...);
+};
+
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
   if (name == "p2p") return exec::Lane::kPointToPoint;
@@ -162,12 +168,8 @@ void bind_set_up(CommunicatorClass& c) {
            WithoutLock())
       .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
            py::arg("seal"), py::arg("peer"), py::arg("timeout"), WithoutLock())
-      .def(
-          "join",
-          [](Communicator& self, const shared_ptr<exec::Family>& family) {
-            self.get().join(family);
-          },
-          py::arg("family"), WithoutLock());
+      .def("join", on_core<&exec::Communicator::join, shared_ptr<exec::Family>>, py::arg("family"),
+           WithoutLock());
 }
 
 void bind_calls(CommunicatorClass& c) {
@@ -200,11 +202,11 @@ void bind_calls(CommunicatorClass& c) {
           "end_wait",
           [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); },
           py::arg("sender"))
-      .def("request_stop", [](Communicator& self) { self.get().request_stop(); })
+      .def("request_stop", on_core<&exec::Communicator::request_stop>)
       .def(
           "should_stop", [](Communicator& self) { return self.get().should_stop(check_signals); },
           WithoutLock())
-      .def("request_resize", [](Communicator& self) { self.get().request_resize(); })
+      .def("request_resize", on_core<&exec::Communicator::request_resize>)
       .def(
           "should_resize",
           [](Communicator& self) { return self.get().should_resize(check_signals); },
@@ -212,45 +214,26 @@ void bind_calls(CommunicatorClass& c) {
 }
 
 void bind_end(CommunicatorClass& c) {
-  c.def(
-       "abort",
-       [](Communicator& self, const std::string& reason, bool alone) {
-         self.get().abort(reason, alone);
-       },
-       py::arg("reason"), py::arg("alone") = true, WithoutLock())
+  c.def("abort", on_core<&exec::Communicator::abort, const std::string&, bool>, py::arg("reason"),
+        py::arg("alone") = true, WithoutLock())
       .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none(),
            py::arg("alone") = true)
-      .def(
-          "settled", [](Communicator& self) { return self.get().settled(); }, WithoutLock())
-      .def(
-          "drop", [](Communicator& self) { self.get().drop(); }, WithoutLock())
-      .def(
-          "check_failure",
-          [](Communicator& self, double seconds) { self.get().check_failure(seconds); },
-          py::arg("seconds"), WithoutLock())
+      .def("settled", on_core<&exec::Communicator::settled>, WithoutLock())
+      .def("drop", on_core<&exec::Communicator::drop>, WithoutLock())
+      .def("check_failure", on_core<&exec::Communicator::check_failure, double>, py::arg("seconds"),
+           WithoutLock())
       .def("release_controls", &release_controls);
 }
 
 void bind_state(CommunicatorClass& c) {
-  c.def(
-       "set_model",
-       [](const Communicator& self, const schedule::CostModel& model) {
-         self.get().set_model(model);
-       },
-       py::arg("model"), WithoutLock())
-      .def(
-          "set_patience",
-          [](const Communicator& self, double seconds) { self.get().set_patience(seconds); },
-          py::arg("seconds"))
-      .def(
-          "observe",
-          [](const Communicator& self, const shared_ptr<exec::Recorder>& recorder) {
-            self.get().observe(recorder);
-          },
-          py::arg("recorder").none(true), WithoutLock())
+  c.def("set_model", on_core<&exec::Communicator::set_model, const schedule::CostModel&>,
+        py::arg("model"), WithoutLock())
+      .def("set_patience", on_core<&exec::Communicator::set_patience, double>, py::arg("seconds"))
+      .def("observe", on_core<&exec::Communicator::observe, shared_ptr<exec::Recorder>>,
+           py::arg("recorder").none(true), WithoutLock())
       .def("release_after_fork", &Communicator::release_after_fork)
       .def_property_readonly("owned_here", &Communicator::owned_here)
-      .def_property_readonly("closed", [](const Communicator& self) { return self.get().closed(); })
+      .def_property_readonly("closed", on_core<&exec::Communicator::closed>)
       .def_property_readonly("traffic", &traffic);
 }
 

@@ -43,19 +43,8 @@ constexpr std::chrono::milliseconds kCheckInterval{10};
 constexpr double kLeastRest = 1;  // seconds
 
 std::string text_of(const exec::Request& request, const std::vector<std::uint64_t>& counts) {
-  OpSpec spec;
-  spec.collective = request.collective;
-  spec.dtype = request.dtype;
-  spec.op = request.op;
-  spec.root = request.root;
-  const bool known_to_all = request.collective != Collective::kGather &&
-                            request.collective != Collective::kScatter &&
-                            request.collective != Collective::kAllToAll;
-  if (known_to_all) spec.counts = counts;
-  spec.algorithm = request.schedule != nullptr ? request.schedule->name : request.algorithm;
-  spec.schedule_digest = request.schedule_digest;
-  spec.codec = request.codec ? request.codec->name() : "none";
-  spec.moved = request.moved;
+  OpSpec spec = exec::spec_of(request);
+  if (exec::counts_known_to_all(request.collective)) spec.counts = counts;
   return spec.to_string() + " on GPUs";
 }
 

@@ -4,6 +4,7 @@
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
+#include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/schedule.h"
 
@@ -155,14 +156,12 @@ TEST(Plan, NamesTheOpsThatAreDefined) {
       if (const auto op = static_cast<ReduceOp>(i); is_defined(op, dtype))
         defined += (defined.empty() ? "" : ", ") + std::string(name_of(op));
     for (int i = 0; i < kReduceOps; ++i) {
-      OpSpec spec;
-      spec.dtype = dtype;
-      spec.op = static_cast<ReduceOp>(i);
+      const auto op = static_cast<ReduceOp>(i);
       try {
-        Plan::check_types(spec, *codec::make_codec("none"));
-        EXPECT_TRUE(is_defined(spec.op, dtype));
+        check_types(Collective::kAllReduce, dtype, op, *codec::make_codec("none"));
+        EXPECT_TRUE(is_defined(op, dtype));
       } catch (const InvalidArgument& error) {
-        EXPECT_FALSE(is_defined(spec.op, dtype));
+        EXPECT_FALSE(is_defined(op, dtype));
         EXPECT_NE(std::string(error.what()).find("use one of: " + defined), std::string::npos);
       }
     }

@@ -1,6 +1,7 @@
 #include "gradwire/exec/plan/buffer_map.h"
 
 namespace gradwire::exec {
+
 void BufferMap::make(const Request& request, const Plan& plan, const Scratch& scratch) {
   element_ = size_of(request.dtype);
   for (auto* each : {&extents_, &addends_}) each->clear();

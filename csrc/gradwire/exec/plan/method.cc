@@ -26,12 +26,8 @@ void check_types(const Request& request, const GpuLinks& links) {
     throw InvalidArgument("codec '" + std::string(request.codec_label) +
                           "' is written in Python and works on arrays in host memory: copy them "
                           "there, or take one of gradwire.codecs()");
-  if (!request.codec) return;
-  OpSpec spec;
-  spec.collective = request.collective;
-  spec.dtype = request.dtype;
-  spec.op = request.op;
-  Plan::check_types(spec, *request.codec);
+  if (request.codec)
+    exec::check_types(request.collective, request.dtype, request.op, *request.codec);
 }
 
 // ---- Factors -----------------------------------------------------------------------------------

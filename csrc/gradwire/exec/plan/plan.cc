@@ -10,6 +10,7 @@
 #include "gradwire/base/wire.h"
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/exec/plan/chunk_layout.h"
+#include "gradwire/exec/plan/request.h"
 #include "gradwire/exec/plan/slices.h"
 #include "gradwire/schedule/frames.h"
 
@@ -70,16 +71,6 @@ std::vector<Message> share_staging(std::vector<Message> messages, const std::vec
       at->peers.push_back(message.peers[0]);
   }
   return shared;
-}
-
-[[noreturn]] void refuse_op(ReduceOp op, DType dtype) {
-  std::string defined;
-  for (int i = 0; i < kReduceOps; ++i)
-    if (const auto each = static_cast<ReduceOp>(i); is_defined(each, dtype))
-      defined += (defined.empty() ? "" : ", ") + std::string(name_of(each));
-  throw InvalidArgument("op '" + std::string(name_of(op)) + "' of " + std::string(name_of(dtype)) +
-                        " is not defined; use one of: " + defined +
-                        (op == ReduceOp::kAvg ? "; divide the sum, or average floats" : ""));
 }
 
 }  // namespace
@@ -459,21 +450,6 @@ class Plan::Builder {
   std::vector<int> chunk_of_part_;
 };
 
-void Plan::check_types(const OpSpec& spec, const codec::Codec& codec) {
-  if (reduces(spec.collective) && !is_defined(spec.op, spec.dtype)) refuse_op(spec.op, spec.dtype);
-  if (codec.combine() == codec::Combine::kPlain) return;
-  if (!reduces(spec.collective))
-    throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
-                          std::string(name_of(spec.collective)) + " moves data as it is");
-  if (spec.dtype != DType::kFloat32)
-    throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
-                          std::string(name_of(spec.dtype)) +
-                          (is_complex(spec.dtype) ? "; pass its real and imaginary parts" : ""));
-  if (spec.op != ReduceOp::kSum && spec.op != ReduceOp::kAvg)
-    throw InvalidArgument("codec '" + codec.name() + "' is for op 'sum' or 'avg', not '" +
-                          std::string(name_of(spec.op)) + "'");
-}
-
 // In these collectives every rank's result holds data of every rank, and each frame was checked.
 bool Plan::confirms_all_ranks() const noexcept {
   const Collective collective = spec().collective;
@@ -490,7 +466,7 @@ std::uint64_t Plan::bytes_with(const std::vector<Frame>& frames, Rank peer) cons
 
 Plan::Plan(const Schedule& schedule, Binding binding) : binding_(std::move(binding)) {
   const OpSpec& spec = binding_.spec;
-  check_types(spec, *binding_.codec);
+  check_types(spec.collective, spec.dtype, spec.op, codec());
   if (lossy() && codec().combine() != codec::Combine::kReencode)
     throw ScheduleError("codec '" + codec().name() +
                         "' can't be added at every hop, as schedule '" + schedule.name +

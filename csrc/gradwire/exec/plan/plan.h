@@ -89,9 +89,6 @@ class Plan {
   // op and codec do not.
   Plan(const schedule::Schedule& schedule, Binding binding);
 
-  // Throws InvalidArgument if dtype, op and codec do not fit together.
-  static void check_types(const OpSpec& spec, const codec::Codec& codec);
-
   const OpSpec& spec() const noexcept { return binding_.spec; }
   const std::vector<std::uint64_t>& counts() const noexcept { return binding_.counts; }
   const codec::Codec& codec() const noexcept { return *binding_.codec; }

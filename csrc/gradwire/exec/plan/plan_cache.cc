@@ -30,13 +30,6 @@ const std::shared_ptr<const codec::Codec>& codec_of(const Request& request) {
   return request.codec ? request.codec : none;
 }
 
-// Returns whether all ranks know all counts. Each block of gather, scatter and all_to_all is known
-// to only two ranks.
-bool counts_known_to_all(Collective collective) {
-  return collective != Collective::kGather && collective != Collective::kScatter &&
-         collective != Collective::kAllToAll;
-}
-
 void require_fits(const schedule::Schedule& schedule, const Request& request, int size) {
   if (schedule.ranks != size)
     throw ScheduleError("schedule '" + schedule.name + "' is for " +
@@ -185,17 +178,9 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
     binding.counts.assign(static_cast<std::size_t>(setting_.size),
                           std::accumulate(counts_.begin(), counts_.end(), std::uint64_t{0}));
   OpSpec& spec = binding.spec;
-  spec = {request.collective,
-          request.dtype,
-          request.op,
-          request.root,
-          {},
-          binding.folds ? choice.algorithm : schedule.name,
-          request.schedule_digest,
-          binding.codec->name(),
-          chosen ? model_digest_ : 0,
-          std::string(request.moved)};
-  if (!request.codec_label.empty()) spec.codec = request.codec_label;
+  spec = spec_of(request);
+  spec.algorithm = binding.folds ? choice.algorithm : schedule.name;
+  spec.model = chosen ? model_digest_ : 0;
   if (binding.uniform_segments) spec.counts = counts_;
   return add(plans_,
              {{digest, request.collective, request.dtype, request.op, request.root,

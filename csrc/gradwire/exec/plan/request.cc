@@ -12,6 +12,16 @@ namespace {
   throw InvalidArgument(std::string(name_of(request.collective)) + ": " + what);
 }
 
+[[noreturn]] void refuse_op(ReduceOp op, DType dtype) {
+  std::string defined;
+  for (int i = 0; i < kReduceOps; ++i)
+    if (const auto each = static_cast<ReduceOp>(i); is_defined(each, dtype))
+      defined += (defined.empty() ? "" : ", ") + std::string(name_of(each));
+  throw InvalidArgument("op '" + std::string(name_of(op)) + "' of " + std::string(name_of(dtype)) +
+                        " is not defined; use one of: " + defined +
+                        (op == ReduceOp::kAvg ? "; divide the sum, or average floats" : ""));
+}
+
 void require_equal_counts(const Request& request) {
   const auto& in = request.inputs;
   const auto& out = request.outputs;
@@ -137,6 +147,40 @@ void check_arrays(const Request& request) {
       if (out.size() != in.size()) refuse(request, "needs as many output blocks as input blocks");
       return require_blocks(request, in, "input");
   }
+}
+
+void check_types(Collective collective, DType dtype, ReduceOp op, const codec::Codec& codec) {
+  if (reduces(collective) && !is_defined(op, dtype)) refuse_op(op, dtype);
+  if (codec.combine() == codec::Combine::kPlain) return;
+  if (!reduces(collective))
+    throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
+                          std::string(name_of(collective)) + " moves data as it is");
+  if (dtype != DType::kFloat32)
+    throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
+                          std::string(name_of(dtype)) +
+                          (is_complex(dtype) ? "; pass its real and imaginary parts" : ""));
+  if (op != ReduceOp::kSum && op != ReduceOp::kAvg)
+    throw InvalidArgument("codec '" + codec.name() + "' is for op 'sum' or 'avg', not '" +
+                          std::string(name_of(op)) + "'");
+}
+
+bool counts_known_to_all(Collective collective) {
+  return collective != Collective::kGather && collective != Collective::kScatter &&
+         collective != Collective::kAllToAll;
+}
+
+OpSpec spec_of(const Request& request) {
+  OpSpec spec;
+  spec.collective = request.collective;
+  spec.dtype = request.dtype;
+  spec.op = request.op;
+  spec.root = request.root;
+  spec.algorithm = request.schedule != nullptr ? request.schedule->name : request.algorithm;
+  spec.schedule_digest = request.schedule_digest;
+  spec.codec = request.codec_label;
+  if (spec.codec.empty()) spec.codec = request.codec ? request.codec->name() : "none";
+  spec.moved = request.moved;
+  return spec;
 }
 
 void extent_counts(const Request& request, std::vector<std::uint64_t>& out) {

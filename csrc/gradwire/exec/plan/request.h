@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "gradwire/base/op.h"
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
 #include "gradwire/codec/feedback/feedback.h"
@@ -79,6 +80,13 @@ struct Request {
 // gather, scatter and all_to_all only this rank's own counts are known: the others are 0, and
 // uneven counts are checked frame by frame instead of in the fingerprint.
 void extent_counts(const Request& request, std::vector<std::uint64_t>& out);
+// Returns whether all ranks know all counts. Each block of gather, scatter and all_to_all is known
+// to only two ranks.
+bool counts_known_to_all(Collective collective);
+// Returns what ranks must agree on, without the counts.
+OpSpec spec_of(const Request& request);
+// Throws InvalidArgument if these do not fit together.
+void check_types(Collective collective, DType dtype, ReduceOp op, const codec::Codec& codec);
 // Throws InvalidArgument if inputs and outputs do not fit together.
 void check_arrays(const Request& request);
 

@@ -60,26 +60,21 @@ void CpuDevice::keep(const Request& request) {
 // Makes the label, unless it is still the last one. The phases move bytes and factors, so only
 // their label tells ranks that may disagree what they are phases of.
 std::string_view CpuDevice::take_label(const Request& request) {
-  OpSpec spec;
-  spec.collective = request.collective;
-  spec.dtype = request.dtype;
-  spec.op = request.op;
-  spec.root = request.root;
   Fnv1a counts;
   for (std::uint64_t each : program_.counts()) counts.number(each);
   Fnv1a all;
-  all.number(static_cast<std::uint64_t>(spec.collective))
-      .number(static_cast<std::uint64_t>(spec.op));
-  all.number(static_cast<std::uint64_t>(spec.root)).number(counts.digest());
+  all.number(static_cast<std::uint64_t>(request.collective))
+      .number(static_cast<std::uint64_t>(request.op));
+  all.number(static_cast<std::uint64_t>(request.root)).number(counts.digest());
   all.bytes(request.codec_label.data(), request.codec_label.size());
   const bool feeds_back = feeds_back_together(request, program_.decision().method);
   all.number(feeds_back ? 1 : 0);
   if (!label_.empty() && all.digest() == labelled_digest_ && request.codec == labelled_)
     return label_;
+  OpSpec spec = spec_of(request);
+  spec.schedule_digest = 0;
   spec.counts = program_.counts();
   spec.algorithm = "auto";
-  spec.codec = request.codec_label;
-  if (spec.codec.empty()) spec.codec = request.codec ? request.codec->name() : "none";
   if (feeds_back) spec.codec += " with error feedback";
   codec_label_ = spec.codec;
   labelled_digest_ = all.digest();
