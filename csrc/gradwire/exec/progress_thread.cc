@@ -1,14 +1,11 @@
 #include "gradwire/exec/progress_thread.h"
 
 #include <sched.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <system_error>
 #include <utility>
 
-#include "gradwire/base/error.h"
 #include "gradwire/base/spin.h"
 #include "gradwire/codec/simd/simd.h"
 
@@ -45,8 +42,7 @@ std::shared_ptr<ProgressThread::Entry> ProgressThread::entry_of(Member& member) 
 }
 
 void ProgressThread::start() {
-  if (!bell_.valid()) bell_ = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!bell_.valid()) throw Error(system_message("eventfd", errno));
+  if (!bell_) bell_.emplace();
   if (!thread_.joinable())
     thread_ = std::jthread([this](const std::stop_token& stop) { loop(stop); });
   call_thread();
@@ -55,7 +51,7 @@ void ProgressThread::start() {
 // Has the thread look at its members again. Called under the mutex.
 void ProgressThread::call_thread() {
   changed_.notify_all();
-  if (turning_) static_cast<void>(::eventfd_write(bell_.get(), 1));
+  if (turning_) bell_->ring();
 }
 
 void ProgressThread::leave(Member& member) noexcept {
@@ -200,11 +196,10 @@ void ProgressThread::end_failed(std::unique_lock<std::mutex>& lock, Entry& entry
 // Sleeps until a doorbell rings. Each member has armed its own and looked once more by then.
 void ProgressThread::sleep(const Entries& driven, const Deadline& until) {
   int most = until.milliseconds_left(kMostMilliseconds);
-  doorbells_.assign(1, {bell_.get(), POLLIN, 0});
+  doorbells_.assign(1, {bell_->fd(), POLLIN, 0});
   for (const auto& each : driven) most = std::min(most, each->member->before_sleep(doorbells_));
   if (most >= 0) ::poll(doorbells_.data(), doorbells_.size(), most);
-  eventfd_t ignored;
-  if (doorbells_.front().revents != 0) static_cast<void>(::eventfd_read(bell_.get(), &ignored));
+  if (doorbells_.front().revents != 0) bell_->clear();
   for (const auto& each : driven) each->member->after_sleep();
 }
 

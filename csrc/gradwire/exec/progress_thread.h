@@ -12,11 +12,12 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "gradwire/base/bell.h"
 #include "gradwire/base/deadline.h"
-#include "gradwire/base/fd.h"
 
 namespace gradwire::exec {
 
@@ -91,8 +92,8 @@ class ProgressThread {
   std::condition_variable changed_;  // for the thread: a member wants something
   std::condition_variable unused_;   // for those that leave
   Entries entries_;
-  UniqueFd bell_;         // an eventfd: wakes the thread where it sleeps on doorbells
-  bool turning_ = false;  // the thread takes turns, or sleeps on doorbells
+  std::optional<Bell> bell_;  // wakes the thread where it sleeps on doorbells; of a thread
+  bool turning_ = false;      // the thread takes turns, or sleeps on doorbells
   Deadline serve_at_ = Deadline::never();  // of all that are served
   std::vector<pollfd> doorbells_;
   std::jthread thread_;

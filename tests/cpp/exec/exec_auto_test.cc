@@ -4,6 +4,7 @@
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
 #include "gradwire/exec/plan/built_in_model.h"
+#include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::exec {
 namespace exec_auto_test {

@@ -125,7 +125,7 @@ TEST(ControlPlane, CallsAreAnnouncedNowAndThen) {
   ControlPlane plane(0, 2, [] { return Position{true, 1, 0, 0, 0, kNoPeer}; });
   transport::Control peer(1, 2);
   auto [own, other] = transport::unix_ends();
-  plane.adopt(std::move(own), 1);
+  plane.sockets().adopt(std::move(own), 1);
   peer.adopt(std::move(other), 0);
   const auto began = ControlPlane::Clock::now();
   const auto plan = plan_of(Collective::kAllReduce, 10);
@@ -146,7 +146,7 @@ TEST(ControlPlane, AnInquiryMayNameAnyCall) {
     ControlPlane plane(0, 2, [] { return Position{}; });
     transport::Control peer(1, 2);
     auto [own, other] = transport::unix_ends();
-    plane.adopt(std::move(own), 1);
+    plane.sockets().adopt(std::move(own), 1);
     peer.adopt(std::move(other), 0);
     transport::ControlFrame question;
     question.type = transport::ControlType::kInquiry;
@@ -165,7 +165,7 @@ std::vector<transport::ControlFrame> answers(std::uint32_t made, std::uint64_t c
   ControlPlane plane(0, 2, [] { return Position{}; });
   transport::Control peer(1, 2);
   auto [own, other] = transport::unix_ends();
-  plane.adopt(std::move(own), 1);
+  plane.sockets().adopt(std::move(own), 1);
   peer.adopt(std::move(other), 0);
   for (std::uint32_t i = 0; i < made; ++i) plane.begin_call(plan_of(Collective::kAllReduce, i + 1));
   while (peer.poll()) continue;  // its announcements
@@ -260,12 +260,12 @@ TEST_F(Planes, AnInquiryTellsBothSizesOfABlock) {
 // It ends before its first turn where no more can come, and with a failure that is the cause of
 // all.
 TEST_F(Planes, AnInquiryDoesNotWaitForWhoIsGone) {
-  for (const Rank rank : {0, 1, 2}) plane(rank).close_all();
+  for (const Rank rank : {0, 1, 2}) plane(rank).sockets().close_all();
   EXPECT_TRUE(text_of(plane(3).inquire({0, "they differ"}, stop)).starts_with("they differ;"));
 }
 
 TEST_F(Planes, AnInquiryDoesNotWaitForWhoWasGoneBefore) {
-  for (const Rank rank : {0, 1, 2}) plane(rank).close_all();
+  for (const Rank rank : {0, 1, 2}) plane(rank).sockets().close_all();
   for (int gone = 0; gone < 3; ++gone) EXPECT_THROW(poll({3}), RootCause);
   EXPECT_TRUE(text_of(plane(3).inquire({0, "they differ"}, stop)).starts_with("they differ;"));
 }

@@ -97,7 +97,7 @@ TEST_F(Planes, RepliesAreAwaitedUntilAllHaveComeOrTimeIsUp) {
 }
 
 TEST_F(Planes, ALinksFailureIsExplainedByTheFailureOfAnother) {
-  plane(1).say_failure(
+  plane(1).sockets().broadcast(
       failure_frame(std::make_exception_ptr(TransportError("rank 2 is gone", 2)), 1));
   const auto cause =
       plane(0).root_cause(std::make_exception_ptr(TransportError("the link broke", 1)));
@@ -147,7 +147,7 @@ TEST_F(Planes, WhoOnlyServesKnowsWhetherItWasAsked) {
 
 TEST_F(Planes, WhatEndsCallsIsKeptByWhoOnlyServes) {
   plane(3).query_positions();
-  plane(1).say_failure(
+  plane(1).sockets().broadcast(
       failure_frame(std::make_exception_ptr(TransportError("rank 2 is gone", 2)), 1));
   EXPECT_TRUE(plane(0).serve());
   EXPECT_FALSE(plane(0).serve());

@@ -46,8 +46,8 @@ class Planes : public testing::Test {
     for (Rank a = 0; a < kRanks; ++a)
       for (Rank b = a + 1; b < kRanks; ++b) {
         auto [one, other] = transport::unix_ends();
-        planes_[at(a)]->adopt(std::move(one), b);
-        planes_[at(b)]->adopt(std::move(other), a);
+        planes_[at(a)]->sockets().adopt(std::move(one), b);
+        planes_[at(b)]->sockets().adopt(std::move(other), a);
       }
   }
 
@@ -77,7 +77,7 @@ class Planes : public testing::Test {
     plane(rank).end_call();
   }
   void fails(Rank rank, const std::exception_ptr& error) {
-    plane(rank).say_failure(failure_frame(error, rank));
+    plane(rank).sockets().broadcast(failure_frame(error, rank));
   }
 
   // What rank 0 finds while the others answer, on a thread.

@@ -36,7 +36,7 @@ struct Planes {
   Planes() {
     for (Rank peer : {1, 2}) {
       auto [own, theirs] = transport::ends_for("shm");
-      mine.adopt(std::move(own), peer);
+      mine.sockets().adopt(std::move(own), peer);
       (peer == 1 ? one : two).adopt(std::move(theirs), 0);
     }
   }
@@ -49,7 +49,7 @@ struct Planes {
     frame.culprit = waits_for;
     transport::set_text(frame, "all_reduce(float32[10])");
     one.send(0, frame);
-    pollfd bell{mine.doorbell(), POLLIN, 0};
+    pollfd bell{mine.sockets().doorbell(), POLLIN, 0};
     ASSERT_EQ(::poll(&bell, 1, 30'000), 1);
     mine.poll();
   }

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "exec_ranks.h"
+#include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/generators.h"
 
 namespace gradwire::exec {

@@ -67,14 +67,9 @@ class ControlPlane {
   // `position` must return where this rank is now. It is called on the driver's thread.
   ControlPlane(Rank rank, int size, std::function<Position()> position);
 
-  void adopt(transport::Connection connection, Rank peer) {
-    control_.adopt(std::move(connection), peer);
-  }
-  int doorbell() const noexcept { return control_.doorbell(); }
-  transport::Bells& bells() noexcept { return control_; }
-  // Returns how many peers' sockets have ended so far, and whether this peer's has.
-  int ended() const noexcept { return control_.ended(); }
-  bool has_ended(Rank peer) const { return !control_.connected(peer); }
+  // What moves the frames: to adopt sockets, tell failures, and see which peers have ended.
+  transport::Control& sockets() noexcept { return control_; }
+  const transport::Control& sockets() const noexcept { return control_; }
 
   // Records that a collective begins. Throws as poll() does.
   void begin_call(std::shared_ptr<const Plan> plan, const CallShape& shape = {});
@@ -127,7 +122,6 @@ class ControlPlane {
   // Throws what the interrupt throws meanwhile.
   std::exception_ptr inquire(const Disagreement& found, const Interrupt& interrupt = nullptr);
 
-  void say_failure(const transport::ControlFrame& failure) noexcept { control_.broadcast(failure); }
   // Sends BYE and waits until `together` for the BYE of others, since ranks that close together
   // compare their calls. Waits within `wait_limit` for all calls to be settled, then throws
   // Timeout. Throws as poll() does, except that failures other than a disagreement no longer
@@ -137,13 +131,6 @@ class ControlPlane {
                         bool alone = true);
   // Does the same, without waiting for calls that are not settled.
   void close_now(bool alone = true);
-
-  // Gives a peer's socket to another owner; see Control::release.
-  std::optional<transport::Released> release(Rank peer, double timeout) {
-    return control_.release(peer, timeout);
-  }
-  // Closes every socket without a BYE.
-  void close_all() noexcept { control_.close_all(); }
 
  private:
   std::optional<transport::ControlEvent> next_event();

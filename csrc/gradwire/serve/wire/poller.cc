@@ -2,12 +2,9 @@
 
 #include <sched.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 
 #include <array>
-#include <cerrno>
 
-#include "gradwire/base/error.h"
 #include "gradwire/transport/socket.h"
 
 namespace gradwire::serve {
@@ -21,12 +18,8 @@ constexpr int kLongestSleep = 60'000;  // milliseconds
 
 }  // namespace
 
-Poller::Poller(Turn turn)
-    : turn_(std::move(turn)),
-      epoll_(transport::make_epoll()),
-      bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!bell_.valid()) throw Error(system_message("eventfd", errno));
-  transport::watch(epoll_.get(), bell_.get(), EPOLLIN, bell_.get());
+Poller::Poller(Turn turn) : turn_(std::move(turn)), epoll_(transport::make_epoll()) {
+  transport::watch(epoll_.get(), bell_.fd(), EPOLLIN, bell_.fd());
 }
 
 void Poller::add(Channel& channel) {
@@ -89,19 +82,13 @@ void Poller::wait(const Deadline& deadline) {
   const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
   for (int i = 0; i < ready; ++i) {
     const int doorbell = events[static_cast<std::size_t>(i)].data.fd;
-    if (doorbell == bell_.get()) {
-      std::uint64_t rings = 0;
-      [[maybe_unused]] const ssize_t got = ::read(bell_.get(), &rings, sizeof rings);
+    if (doorbell == bell_.fd()) {
+      bell_.clear();
       continue;
     }
     const auto found = members_.find(doorbell);
     if (found != members_.end() && found->second.asleep) rouse(*found->second.channel);
   }
-}
-
-void Poller::wake() noexcept {
-  const std::uint64_t ring = 1;
-  [[maybe_unused]] const ssize_t rung = ::write(bell_.get(), &ring, sizeof ring);
 }
 
 }  // namespace gradwire::serve

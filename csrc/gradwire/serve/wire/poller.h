@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "gradwire/base/bell.h"
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/fd.h"
 #include "gradwire/serve/wire/channel.h"
@@ -31,7 +32,7 @@ class Poller {
   // channel is awake.
   void wait(const Deadline& deadline);
   // Ends a wait(). Any thread may call it.
-  void wake() noexcept;
+  void wake() noexcept { bell_.ring(); }
 
  private:
   struct Member {
@@ -44,7 +45,7 @@ class Poller {
 
   Turn turn_;
   UniqueFd epoll_;
-  UniqueFd bell_;                  // an eventfd
+  Bell bell_;
   std::map<int, Member> members_;  // by doorbell
   std::size_t awake_ = 0;
   bool moved_ = false;  // in the last round
