@@ -9,8 +9,8 @@
 #include "gradwire/base/error.h"
 #include "gradwire/bind/module.h"
 #include "gradwire/codec/feedback/residuals.h"
-#include "gradwire/exec/program/cpu_device.h"
 #include "gradwire/exec/execution/feedback_view.h"
+#include "gradwire/exec/program/cpu_device.h"
 
 namespace gradwire::bind {
 namespace {

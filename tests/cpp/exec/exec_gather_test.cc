@@ -69,5 +69,21 @@ TEST(Gather, RefusesLengthsThatDoNotAddUp) {
   expect_refused({.block = endless}, "shorter than its parts");
 }
 
+// The caller's text may be gone when the phases run.
+TEST(Gather, KeepsTheNameOfItsAlgorithm) {
+  std::string algorithm = "gather(ring)";
+  std::vector<float> x = {1, 2, 3};
+  const Array array = array_of(x);
+  Request call;
+  call.size = 2;
+  call.codec = codec::make_codec("fp16");
+  call.algorithm = algorithm;
+  call.inputs = call.outputs = {&array, 1};
+  CpuDevice gather;
+  gather.bind(call, decide(call, /*feeds_back=*/false));
+  algorithm.assign(algorithm.size(), 'x');
+  EXPECT_EQ(gather.next({})->algorithm, "ring");
+}
+
 }  // namespace exec_gather_test
 }  // namespace gradwire::exec

@@ -25,8 +25,8 @@ bool feeds_back_together(const Request& request, Method method) {
 void CpuDevice::bind(const Request& request, const Decision& decision) {
   if (request.feedback) transaction_.open(*request.feedback, request.keys);
   try {
-    keep(request);
-    program_.bind(original_, decision, transaction_.is_open(), *this);
+    keep(request, decision);
+    program_.bind(original_, {decision.method, algorithm_}, transaction_.is_open(), *this);
     program_.label(take_label(request));
     original_.codec_label = codec_label_;
     if (decision.method != Method::kPlan)
@@ -41,9 +41,9 @@ void CpuDevice::bind(const Request& request, const Decision& decision) {
   }
 }
 
-void CpuDevice::keep(const Request& request) {
+void CpuDevice::keep(const Request& request, const Decision& decision) {
   original_ = request;
-  algorithm_.assign(request.algorithm);
+  algorithm_.assign(decision.algorithm);
   original_.algorithm = algorithm_;
   const auto copy = [](auto& kept, auto& span) {
     kept.assign(span.begin(), span.end());

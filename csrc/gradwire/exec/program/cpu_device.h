@@ -81,7 +81,7 @@ class CpuDevice final : public Device {
   void multiply(std::span<const Matrix> matrices) override;
   void settle() override;
 
-  void keep(const Request& request);
+  void keep(const Request& request, const Decision& decision);
   std::string_view take_label(const Request& request);
   void begin_payloads();
   void hand_over();
