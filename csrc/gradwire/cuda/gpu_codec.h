@@ -18,38 +18,36 @@ namespace gradwire::cuda {
 
 class Codec {
  public:
-  virtual ~Codec() = default;
-
   // Makes the GPU's version of a codec. Throws InvalidArgument for a codec without payloads, and
   // for one that is written in Python.
   static std::unique_ptr<const Codec> make(const Api& api, const codec::Codec& codec);
 
   // Returns a multiple of kPayloadAlignment.
-  virtual std::size_t payload_bytes(std::uint64_t n) const { return layout(n).bytes(); }
-  // Returns the bytes of a slot of a codec whose size varies, else 0.
-  virtual std::size_t slot_bytes() const { return 0; }
-  virtual Slotted layout(std::uint64_t) const { return {}; }
+  std::size_t payload_bytes(std::uint64_t n) const;
+  // Returns the bytes of a slot of a codec whose size varies, else 0; and the slots of n elements.
+  std::size_t slot_bytes() const { return slot_bytes_; }
+  Slotted layout(std::uint64_t n) const {
+    return slot_bytes_ > 0 ? Slotted{units_of(n), slot_bytes_} : Slotted{};
+  }
   // Returns whether the codec adapts, and so needs a KeyState even without feedback.
-  virtual bool adapts() const { return false; }
+  bool adapts() const { return of_.kind == Kind::kThreshold && of_.tau == 0; }
   // Returns how much scratch memory prepare() and encode() need for extents of these lengths.
-  virtual std::size_t scratch_bytes(std::span<const std::uint64_t> /*counts*/) const { return 0; }
+  std::size_t scratch_bytes(std::span<const std::uint64_t> counts) const;
+  std::size_t scratch_bytes(std::uint64_t n) const { return scratch_bytes({&n, 1}); }
 
   // Adapt the state. prepare() comes before the first encode() of a call, with the whole extent;
   // adapt() comes after the last one, with the number of elements of the whole key.
-  virtual void prepare(const Run&, std::byte* /*scratch*/, Stream) const {}
-  virtual void adapt(std::uint64_t /*n*/, KeyState*, Stream) const {}
+  void prepare(const Run& run, std::byte* scratch, Stream stream) const;
+  void adapt(std::uint64_t n, KeyState* key_state, Stream stream) const;
 
   // Encode and decode many runs at once (cuda/api.h). Where encode() adds what was received, or
   // finishes, x is y.
-  virtual void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
-                      std::uint32_t* flags, Stream stream) const = 0;
-  virtual void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
-                      Stream stream) const = 0;
+  void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
+              std::uint32_t* flags, Stream stream) const;
+  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+              Stream stream) const;
 
   // The same of one run.
-  std::size_t scratch_bytes(std::uint64_t n) const {
-    return scratch_bytes(std::span<const std::uint64_t>(&n, 1));
-  }
   void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const {
     encode({&run, 1}, {.out = out}, scratch, nullptr, stream);
   }
@@ -59,9 +57,20 @@ class Codec {
     decode({&run, 1}, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
   }
 
- protected:
-  explicit Codec(const Api& api) : api_(api) {}
+ private:
+  using Kind = codec::Definition::Kind;
+
+  Codec(const Api& api, const codec::Codec& codec);
+  bool is_sparse() const { return of_.kind == Kind::kThreshold || of_.kind == Kind::kTopK; }
+  std::uint64_t units_of(std::uint64_t n) const { return (n + unit_ - 1) / unit_; }
+  Status start_encoding(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
+                        std::uint32_t* flags, Stream stream) const;
+  Status start_decoding(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+                        Stream stream) const;
+
   const Api& api_;
+  const codec::Definition of_;
+  const std::size_t unit_, slot_bytes_;
 };
 
 }  // namespace gradwire::cuda
