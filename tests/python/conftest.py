@@ -72,6 +72,8 @@ def mark_nightly(items: list[pytest.Item], *, whole_files: bool) -> None:
             if f"{file}::{item.name}".startswith(prefix):
                 item.add_marker(pytest.mark.nightly)
                 prefixes[prefix] = True
+    named = {each.split("::")[0] for each in prefixes}
+    files |= {each for each in named if not (folder / each).is_file()}
     stale = [each for each, fits in prefixes.items() if not fits and each.split("::")[0] in files]
     if whole_files and stale:
         raise pytest.UsageError(f"nightly.txt names no test: {', '.join(stale)}")
