@@ -83,11 +83,14 @@ def on_ranks(p: int | None = None, **options: Any) -> Callable[[Body], Callable[
 
 
 def run(p: int, body: Body, *args: Any, **options: Any) -> list[Any]:
-    """The result of `body(comm, *args)` on each rank; raises the first rank's error."""
+    """The result of `body(comm, *args)` on each rank; raises the first rank's error.
+
+    A failed assertion comes before what other ranks meet because of it.
+    """
     ended = outcomes(p, body, *args, **options)
-    for each in ended:
-        if each.error is not None:
-            raise each.error
+    errors = [each.error for each in ended if each.error is not None]
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, AssertionError))
     died = {rank: each.status for rank, each in enumerate(ended) if each.died}
     assert not died, f"ranks died, with status: {died}"
     return [each.value for each in ended]
