@@ -1,6 +1,6 @@
 """What is built elsewhere: the container, the sdist, and wheels on a forge's machines.
 
-There is no docker daemon here: the Dockerfile is read, and its steps run in a folder.
+No docker daemon is needed: the Dockerfile is read, and its steps run in a folder.
 """
 
 from __future__ import annotations
