@@ -25,8 +25,6 @@ class FeedbackView {
   // Returns one context per extent. Without feedback they keep nothing. Each needs number() before
   // use.
   std::span<const codec::EncodeContext> contexts() const noexcept { return contexts_; }
-  // Returns, with feedback, which of the transaction's keys the extent belongs to.
-  std::size_t key(std::size_t extent) const { return key_offsets_[extent].key; }
 
   // Returns the context of a whole extent that is encoded in one run.
   codec::EncodeContext context(std::size_t extent, Rank rank, std::uint32_t operation) const;
