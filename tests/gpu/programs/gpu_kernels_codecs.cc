@@ -160,7 +160,7 @@ class OnGpu {
     made.payload = packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_));
     if (!of.residual.empty()) made.error = key_.after(intact);
     const CodecState found = key_.codec_state(intact);
-    made.codec_state = {found.tau, found.filter, found.sent, std::bit_cast<float>(found.largest)};
+    made.codec_state = {found.tau, 0, found.sent, std::bit_cast<float>(found.largest)};
     codec_->encode(run_of(other_.data(), {}), second_.data(), scratch_.data(), on_.stream);
     decode(of, made, intact);
     row.expect_same(x_.values(intact), of.x, "the input");
