@@ -73,6 +73,16 @@ class ErrorFeedback:
         with self._on_host():
             self._core.add(arguments.text(key, "key"), _floats(values, "values"))
 
+    def set(self, key: str, values: Any) -> None:
+        """Replaces a key's residual; raises InvalidArgument as `add` does."""
+        with self._on_host():
+            self._core.set(arguments.text(key, "key"), _floats(values, "values"))
+
+    def multiply(self, key: str, factors: Any) -> None:
+        """Multiplies each element of a key's residual by its own factor; raises as `add` does."""
+        with self._on_host():
+            self._core.multiply(arguments.text(key, "key"), _floats(factors, "factors"))
+
     def scale(self, factor: float) -> None:
         """Multiplies all residuals, when loss scale or learning rate change by `factor`.
 

@@ -51,6 +51,14 @@ void load(ErrorFeedback& self, const State& state) {
   self.load(std::move(kept));
 }
 
+// A method that changes a key's residual by an array of its length.
+template <void (ErrorFeedback::*kMethod)(const std::string&, std::span<const float>)>
+auto changing() {
+  return [](ErrorFeedback& self, const std::string& key, const Floats& values) {
+    (self.*kMethod)(key, {values.data(), static_cast<std::size_t>(values.size())});
+  };
+}
+
 }  // namespace
 
 void bind_feedback(py::module_& m) {
@@ -76,12 +84,9 @@ void bind_feedback(py::module_& m) {
           },
           py::arg("key"), py::arg("values").noconvert())
       .def("keys", &keys)
-      .def(
-          "add",
-          [](ErrorFeedback& self, const std::string& key, const Floats& values) {
-            self.add(key, {values.data(), static_cast<std::size_t>(values.size())});
-          },
-          py::arg("key"), py::arg("values"))
+      .def("add", changing<&ErrorFeedback::add>(), py::arg("key"), py::arg("values"))
+      .def("set", changing<&ErrorFeedback::set>(), py::arg("key"), py::arg("values"))
+      .def("multiply", changing<&ErrorFeedback::multiply>(), py::arg("key"), py::arg("factors"))
       .def("scale", &ErrorFeedback::scale, py::arg("factor"))
       .def("clear", &ErrorFeedback::clear)
       .def("save", &save)

@@ -126,6 +126,19 @@ TEST(ErrorFeedback, AddAccumulatesAndScaleMultiplies) {
   EXPECT_NE(refusal([&] { feedback.scale(std::nan("")); }), "");
 }
 
+TEST(ErrorFeedback, SetReplacesAndMultiplyTakesAFactorForEachElement) {
+  ErrorFeedback feedback;
+  feedback.set("w", Values{1, 2});
+  feedback.set("w", Values{3, -5});
+  feedback.multiply("w", Values{2, 0.5F});
+  EXPECT_EQ(feedback.residual("w"), (Values{6, -2.5F}));
+  EXPECT_NE(refusal([&] { feedback.set("w", Values{1}); }), "");
+  EXPECT_NE(refusal([&] { feedback.multiply("w", Values{1e38F, 1e38F}); }), "");
+  const Transaction open(feedback, {{"w", 2}});
+  EXPECT_NE(refusal([&] { feedback.set("w", Values{1, 1}); }), "");
+  EXPECT_EQ(feedback.residual("w"), (Values{6, -2.5F}));
+}
+
 // One step of a rank that feeds back: sends the codec's best of x + e, keeps the rest.
 Values send(const Codec& codec, ErrorFeedback& feedback, const std::string& key, const Values& x) {
   Transaction transaction(feedback, {{key, x.size()}});

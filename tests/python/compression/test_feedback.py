@@ -356,8 +356,13 @@ def test_residuals_can_be_added_and_scaled() -> None:
     feedback.scale(0.5)
     assert feedback.residual("w").tolist() == [1.0, 1.0]
     assert feedback.keys() == {"w": 2}
-    with pytest.raises(InvalidArgument, match="2 elements, this call has 3"):
-        feedback.add("w", [1.0, 2.0, 3.0])
+    for change in (feedback.add, feedback.set, feedback.multiply):
+        with pytest.raises(InvalidArgument, match="2 elements, this call has 3"):
+            change("w", [1.0, 2.0, 3.0])
+    feedback.multiply("w", [3.0, -1.0])
+    assert feedback.residual("w").tolist() == [3.0, -1.0]
+    feedback.set("w", np.array([4.0, 0.5]))
+    assert feedback.residual("w").tolist() == [4.0, 0.5]
     feedback.clear()
     assert feedback.keys() == {}
     assert feedback.residual("w").size == 0

@@ -214,7 +214,8 @@ void ErrorFeedback::mask(const std::string& key, std::span<float> values) const 
   });
 }
 
-void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
+template <typename Changed>
+void ErrorFeedback::change(const std::string& key, std::span<const float> values, Changed changed) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
   KeyState& key_state = this->key_state(key);
@@ -223,12 +224,24 @@ void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
   check_length(key, residual.size(), values.size());
   const std::uint64_t draw = key_state.draw();
   key_state.next.residual.resize(values.size());
-  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> sum) {
-    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += values[first + i];
-    check_finite(key, sum, "with what is added the residual of key");
-    key_state.next.residual.write(first, sum, draw);
+  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> made) {
+    for (std::size_t i = 0; i < made.size(); ++i) made[i] = changed(made[i], values[first + i]);
+    check_finite(key, made, "after this change the residual of key");
+    key_state.next.residual.write(first, made, draw);
   });
   key_state.current.residual.swap(key_state.next.residual);
+}
+
+void ErrorFeedback::add(const std::string& key, std::span<const float> values) {
+  change(key, values, [](float kept, float value) { return kept + value; });
+}
+
+void ErrorFeedback::set(const std::string& key, std::span<const float> values) {
+  change(key, values, [](float, float value) { return value; });
+}
+
+void ErrorFeedback::multiply(const std::string& key, std::span<const float> factors) {
+  change(key, factors, [](float kept, float factor) { return kept * factor; });
 }
 
 void ErrorFeedback::require_closed() const {

@@ -101,6 +101,9 @@ class ErrorFeedback {
   // Adds `values` to the key's residual, to take over that of a rank that has left. In bfloat16
   // this rounds, as do scale and load.
   void add(const std::string& key, std::span<const float> values);
+  void set(const std::string& key, std::span<const float> values);
+  // Multiplies each element of the key's residual by its own factor.
+  void multiply(const std::string& key, std::span<const float> factors);
   // Multiplies every residual, and what codecs have adapted to it, when the loss scale or the
   // learning rate changes.
   void scale(double factor);
@@ -116,8 +119,8 @@ class ErrorFeedback {
   SavedKey take(const std::string& key);
   void put(const std::string& key, SavedKey saved);
 
-  // add, scale, clear, load, take and put throw InvalidArgument, and change nothing, if a key is in
-  // an open transaction. All but take do so too if a residual would not be finite.
+  // add, set, multiply, scale, clear, load, take and put throw InvalidArgument, and change nothing,
+  // if a key is in an open transaction. All but take do so too if a residual would not be finite.
 
  private:
   struct Stored {
@@ -143,6 +146,9 @@ class ErrorFeedback {
     bool open = false;
   };
 
+  // Replaces each element of the key's residual by `changed` of it and its value.
+  template <typename Changed>
+  void change(const std::string& key, std::span<const float> values, Changed changed);
   void open(const KeyedExtent& extent, std::vector<KeyState*>& opened);
   void close(const std::vector<KeyState*>& key_states, bool keep) noexcept;
   void require_closed() const;

@@ -75,9 +75,8 @@ class ParameterExchange:
 
     def scale_residual(self, name: str, factors: torch.Tensor) -> None:
         """Multiplies a parameter's residual by a factor for each element."""
-        kept = self._residual(name)
-        if self._feedback is not None and kept.size:
-            self._feedback.add(name, kept * factors.cpu().view(-1).numpy() - kept)
+        if self._feedback is not None and self._residual(name).size:
+            self._feedback.multiply(name, factors.cpu().view(-1).numpy())
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals."""
@@ -97,8 +96,7 @@ class ParameterExchange:
         """Makes a parameter's residual what it was; no elements stand for zeros."""
         now = self._residual(name)
         if self._feedback is not None and now.size:
-            self._feedback.add(name, -now)  # in two sums, which are exact
-            self._feedback.add(name, before if before.size else np.zeros_like(now))
+            self._feedback.set(name, before if before.size else np.zeros_like(now))
 
 
 def _told_of(
