@@ -95,10 +95,10 @@ def register(
     }
     momentum_of(**velocity)  # raises
     require_settings(scaler, optimizer)
-    given, over = compression_of(compression, auto=True), ranks_of(ranks)
+    given, ranks = compression_of(compression, auto=True), ranks_of(ranks)
     require_features(ddp.module, given.feedback)
     model = Model(ddp.module, dict(_averaged(ddp)))
-    communicator, owns = over.connect(ddp.process_group, alone=True)
+    communicator, owns = ranks.connect(ddp.process_group, alone=True)
     chosen = choose(model, communicator, given, optimizer)
     make = partial(
         State,
