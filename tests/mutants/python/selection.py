@@ -130,7 +130,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "low, high = 0, 1 low, high = 1, 1",
     ): "`low` is only read where a batch of 1 waits, and then it is set anew",
     (
-        "torch/ddp/repacking.py",
+        "torch/ddp/training_state.py",
         "self._resumed = False  # from a saved state, and DDP may still rebuild its buckets "
         "self._resumed = True  # from a saved state, and DDP may still rebuild its buckets",
     ): "without a saved state a job begins at step 0, and in its first steps any layout is right",
