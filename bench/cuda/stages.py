@@ -46,7 +46,7 @@ def _of(build: Path, architectures: str) -> list[Stage]:
         Stage("calls", python("bench.cuda.call_times"), 40, 4, needs=extension),
         Stage("counters", python("bench.cuda.counters", "count", library, jobs), 15, 5, needs=core),
         Stage("steps", python("bench.cuda.step_times"), 40, 6, needs=extension),
-        Stage("loopback", python("tests.gpu.loopback"), 60, 7, queues, extension),
+        Stage("loopback", python("tests.gpu.loopback"), 95, 7, queues, extension),
         Stage("graph", python("tests.gpu.graph"), 30, 8, queues, extension),
         Stage("ranks", python("tests.gpu.ranks"), 60, 9, needs=extension),
         Stage(
@@ -55,7 +55,7 @@ def _of(build: Path, architectures: str) -> list[Stage]:
         Stage("hook", python("tests.gpu.ddp"), 60, 10, needs=extension),
         Stage("long arrays", [kernels, library, "long"], 30, 10, needs=core),
         Stage("backend", python("tests.gpu.backend"), 30, 11, needs=extension),
-        Stage("trainers", python("tests.gpu.trainers"), 90, 12, needs=extension),
+        Stage("trainers", python("tests.gpu.trainers"), 70, 12, needs=extension),
         Stage("memcheck", sanitize("memcheck"), 20, 13, needs=core),
         Stage("racecheck", sanitize("racecheck"), 20, 13, needs=core),
     ]
