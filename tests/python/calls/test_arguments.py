@@ -207,11 +207,18 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, list[An
     },
     "ErrorFeedback": (ErrorFeedback, {}, {"dtype": [None, 5, "float16", "x", np.float64, bool]}),
     "residual": (FEEDBACK.residual, {}, {"key": [None, *NO_TEXT]}),
-    "add": (
-        FEEDBACK.add,
-        {"key": "x", "values": np.ones(2)},
-        {"key": [None, *NO_TEXT], "values": [None, "abc", "1.5", object(), [1j], [[1], [1, 2]]]},
-    ),
+    **{
+        method.__name__: (
+            method,
+            {"key": "x", values: np.ones(2)},
+            {"key": [None, *NO_TEXT], values: [None, "abc", "1.5", object(), [1j], [[1], [1, 2]]]},
+        )
+        for method, values in (
+            (FEEDBACK.add, "values"),
+            (FEEDBACK.set, "values"),
+            (FEEDBACK.multiply, "factors"),
+        )
+    },
     "scale": (FEEDBACK.scale, {}, {"factor": [None, *NO_NUMBER, math.nan, math.inf]}),
     "end_step": (FEEDBACK.end_step, {}, {"keep": [None, *NO_FLAG]}),
     "load_state_dict": (
