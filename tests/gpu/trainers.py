@@ -232,12 +232,12 @@ def sandblaster(device: str) -> Parameters:
 
 def _elastic_rank(device: str) -> int:
     """A rank; rank 1 dies once, and its successor joins."""
-    model, scale = _model(device), Compression("onebit", min_elements=0, warm_up=0)
+    model, given = _model(device), Compression("onebit", min_elements=0, warm_up=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sampler = elastic.Sampler(512, batch=8, epochs=2)
     dies = os.environ["RANK"] == "1" and "GRADWIRE_JOIN" not in os.environ
     with elastic.session(
-        model, optimizer, sampler, compression=scale, min_ranks=_RANKS, wait=30
+        model, optimizer, sampler, compression=given, min_ranks=_RANKS, wait=30
     ) as session:
         for batch in session:
             if dies and session.steps == 10:
