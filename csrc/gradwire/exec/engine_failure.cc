@@ -78,7 +78,7 @@ void Engine::fail(Driver& holder, const std::exception_ptr& error) noexcept {
 
 // Whoever releases the mutex calls fail_family().
 void Engine::fail_locked(Driver& holder, const std::exception_ptr& found) noexcept {
-  if (life.failure()) return;
+  if (life.failure() || life.has_ended()) return;
   const std::exception_ptr error = with_job_peer(found, identity);
   life.fail(error);
   if (family) family->set_wait(*this, kNoPeer);

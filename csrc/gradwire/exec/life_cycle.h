@@ -7,12 +7,15 @@
 //   failed     ending (close, or its sockets are given away)
 //   ending     ended
 //
+// Any other transition throws std::logic_error and changes nothing.
+//
 // Guarded by the communicator's mutex, but for state(), which any thread may read.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
 #include "gradwire/base/error.h"
@@ -27,6 +30,25 @@ enum class Life : std::uint8_t {
   kEnding,     // likewise, and a thread closes it
   kEnded,      // everything is released
 };
+
+// Returns whether the table has a transition.
+constexpr bool leads(Life from, Life to) noexcept {
+  switch (from) {
+    case Life::kOpen:
+      return to == Life::kFinishing || to == Life::kFailed;
+    case Life::kFinishing:
+      return to == Life::kClosing || to == Life::kEnding;
+    case Life::kClosing:
+      return to == Life::kEnding || to == Life::kEnded;
+    case Life::kFailed:
+      return to == Life::kEnding;
+    case Life::kEnding:
+      return to == Life::kEnded;
+    case Life::kEnded:
+      break;
+  }
+  return false;
+}
 
 class LifeCycle {
  public:
@@ -45,17 +67,18 @@ class LifeCycle {
   }
 
   // Begins to close it. Returns false where another thread does, or has.
-  bool begin_close() noexcept {
+  bool begin_close() {
     if (state_ != Life::kOpen && state_ != Life::kFailed) return false;
-    state_ = failure_ ? Life::kEnding : Life::kFinishing;
+    move(failure_ ? Life::kEnding : Life::kFinishing);
     return true;
   }
   // All calls are over: the others are told.
-  void begin_goodbye() noexcept { state_ = Life::kClosing; }
-  void end() noexcept { state_ = Life::kEnded; }
-  void fail(const std::exception_ptr& error) noexcept {
+  void begin_goodbye() { move(Life::kClosing); }
+  void end() { move(Life::kEnded); }
+  void fail(const std::exception_ptr& error) {
+    const bool is_closing = state_ == Life::kFinishing || state_ == Life::kClosing;
+    move(is_closing ? Life::kEnding : Life::kFailed);
     failure_ = error;
-    state_ = state_ == Life::kOpen ? Life::kFailed : Life::kEnding;
   }
 
   // Asks the driver to fail: for an abort, or as another communicator of the family did. Returns
@@ -85,6 +108,11 @@ class LifeCycle {
   bool unreported() const noexcept { return unreported_; }
 
  private:
+  void move(Life to) {
+    if (!leads(state_, to)) throw std::logic_error("a communicator cannot change its state so");
+    state_ = to;
+  }
+
   std::atomic<Life> state_{Life::kOpen};
   std::exception_ptr failure_, abort_, family_failure_;
   bool owes_family_ = false;

@@ -37,12 +37,38 @@ TEST(LifeCycle, ThrowsItsFailureAndIsClosedAllTheSame) {
 TEST(LifeCycle, AFailureWhileAThreadClosesLeavesTheClosingToThatThread) {
   for (const bool says_goodbye : {false, true}) {
     LifeCycle life;
-    life.begin_close();
+    EXPECT_TRUE(life.begin_close());
     if (says_goodbye) life.begin_goodbye();
     life.fail(kError);
     EXPECT_EQ(life.state(), Life::kEnding);
     EXPECT_FALSE(life.begin_close());
   }
+}
+
+TEST(LifeCycle, RefusesTransitionsThatItsTableHasNot) {
+  LifeCycle life;
+  EXPECT_THROW(life.begin_goodbye(), std::logic_error);
+  EXPECT_THROW(life.end(), std::logic_error);
+  EXPECT_EQ(life.state(), Life::kOpen);
+  life.begin_close();
+  EXPECT_THROW(life.end(), std::logic_error) << "its calls are not over";
+  life.begin_goodbye();
+  EXPECT_THROW(life.begin_goodbye(), std::logic_error);
+  life.end();
+  EXPECT_THROW(life.fail(kError), std::logic_error);
+  EXPECT_EQ(life.failure(), nullptr) << "what is refused changes nothing";
+  EXPECT_THROW(life.end(), std::logic_error);
+  LifeCycle failed;
+  failed.fail(kError);
+  EXPECT_THROW(failed.fail(kError), std::logic_error);
+  EXPECT_THROW(failed.begin_goodbye(), std::logic_error);
+  EXPECT_THROW(failed.end(), std::logic_error) << "nobody has closed it";
+}
+
+TEST(LifeCycle, HasNoWayBack) {
+  for (int from = 0; from <= static_cast<int>(Life::kEnded); ++from)
+    for (int to = 0; to <= from; ++to)
+      EXPECT_FALSE(leads(static_cast<Life>(from), static_cast<Life>(to))) << from << " " << to;
 }
 
 TEST(LifeCycle, IsAskedToFailOnce) {
