@@ -32,7 +32,7 @@ void Execution::run(const Call& call, Messages& messages, const CallStream& stre
   results_.clear();
   in_turn_ = false;
   reserve();
-  each_round([this](Frames sends, Frames receives) { run_round(sends, receives); });
+  each_round([this](Sends sends, Receives receives) { run_round(sends, receives); });
   pending_.swap(arrived_);
   pending_in_turn_ = in_turn_;
   const bool averages = are_finished_here();
@@ -45,12 +45,13 @@ void Execution::run(const Call& call, Messages& messages, const CallStream& stre
 // segment.
 template <typename Visit>
 void Execution::each_round(Visit visit) const {
-  const Frames sends = call_.plan->sends(), receives = call_.plan->receives();
+  const Sends sends = call_.plan->sends();
+  const Receives receives = call_.plan->receives();
   std::size_t s = 0, r = 0;
   while (s < sends.size() || r < receives.size()) {
     const int round = std::min(s < sends.size() ? sends[s].round : 0xFFFF,
                                r < receives.size() ? receives[r].round : 0xFFFF);
-    const auto end_of = [round](Frames frames, std::size_t from) {
+    const auto end_of = [round](const auto& frames, std::size_t from) {
       while (from < frames.size() && frames[from].round == round) ++from;
       return from;
     };
@@ -64,10 +65,10 @@ void Execution::each_round(Visit visit) const {
 // Reserves room for the two rounds that need the most, and for finished payloads.
 void Execution::reserve() {
   half_bytes_ = 0;
-  each_round([&](Frames sends, Frames receives) {
+  each_round([&](Sends sends, Receives receives) {
     std::size_t bytes = 0;
-    for (const Frames frames : {sends, receives})
-      for (const Frame& frame : frames) bytes += aligned(frame_bytes(frame));
+    for (const Frame& each : sends) bytes += aligned(frame_bytes(each));
+    for (const Frame& each : receives) bytes += aligned(frame_bytes(each));
     half_bytes_ = std::max(half_bytes_, bytes);
   });
   arena_.take(2 * half_bytes_, stream_);
@@ -79,17 +80,17 @@ void Execution::reserve() {
 // frame lie end to end, unless there are others between them.
 void Execution::place_store() {
   store_places_.clear();
-  const auto visit = [this](const std::vector<Frame>& frames, auto use) {
+  const auto note = [this](const auto& frames) {
     for (const Frame& frame : frames)
-      for (const Part& part : call_.plan->parts(frame))
-        if (part.landing == schedule::Landing::kCopy && !is_empty(part)) use(part);
+      for (const Part& part : call_.plan->parts(frame)) {
+        if (part.landing != schedule::Landing::kCopy || is_empty(part)) continue;
+        if (part.pieces.first >= store_places_.size())
+          store_places_.resize(part.pieces.first + 1, kNowhere);
+        store_places_[part.pieces.first] = payload_bytes(part);
+      }
   };
-  for (const auto* frames : {&call_.plan->sends(), &call_.plan->receives()})
-    visit(*frames, [this](const Part& part) {
-      if (part.pieces.first >= store_places_.size())
-        store_places_.resize(part.pieces.first + 1, kNowhere);
-      store_places_[part.pieces.first] = payload_bytes(part);
-    });
+  note(call_.plan->sends());
+  note(call_.plan->receives());
   std::size_t end = 0;
   for (std::size_t& each : store_places_) {
     if (each == kNowhere) continue;
@@ -100,7 +101,7 @@ void Execution::place_store() {
   store_.take(end, stream_);
 }
 
-void Execution::run_round(Frames sends, Frames receives) {
+void Execution::run_round(Sends sends, Receives receives) {
   pending_.swap(arrived_);
   arrived_.clear();
   pending_in_turn_ = std::exchange(in_turn_, false);
@@ -122,7 +123,7 @@ void Execution::run_round(Frames sends, Frames receives) {
 // ---- Sending -----------------------------------------------------------------------------------
 
 // Finds where the message of each frame lies: in place, or in the arena.
-void Execution::place_sends(Frames sends) {
+void Execution::place_sends(Sends sends) {
   outgoing_.clear();
   for (const Frame& frame : sends) {
     const std::byte* place = range_of(frame);
@@ -133,7 +134,7 @@ void Execution::place_sends(Frames sends) {
 
 // Encodes into the arena what is not finished, and finished sums that this rank owns into the
 // store: from there on all ranks, this one included, have the same bits.
-void Execution::encode_sends(Frames sends) {
+void Execution::encode_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i) {
     auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
     for (const Part& part : call_.plan->parts(sends[i])) {
@@ -179,7 +180,7 @@ void Execution::start_encoding() {
 }
 
 // Copies frames into the arena whose parts lie in several places, so that each is one message.
-void Execution::pack_sends(Frames sends) {
+void Execution::pack_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i)
     if (range_of(sends[i]) == nullptr)
       pack(sends[i], static_cast<std::size_t>(outgoing_[i] - arena_.data()));
@@ -215,7 +216,7 @@ void Execution::send(const Frame& frame, const std::byte* data) {
 
 // Posts a receive: in place for copies, and for finished payloads, unless this round sends what was
 // there before; else in the arena.
-void Execution::receive(const Frame& frame, Frames sends) {
+void Execution::receive(const Frame& frame, Sends sends) {
   const std::size_t bytes = frame_bytes(frame);
   if (bytes == 0) return;
   std::byte* place = nullptr;
@@ -265,7 +266,7 @@ Execution::Landing* Execution::pending(const Part& part) {
 
 // Lands what the round before has brought, as far as no encoder has added it. `averages`: all of it
 // is this rank's result.
-void Execution::land_pending(Frames sends, bool averages) {
+void Execution::land_pending(Sends sends, bool averages) {
   for (Landing& each : pending_) {
     if (std::exchange(each.taken, true)) continue;
     const bool finishes = averages || (averages_with_folds() && is_finished(*each.part, sends));
@@ -334,7 +335,7 @@ void Execution::fold_wide(const Landing& landing) {
 // ---- Finishing ---------------------------------------------------------------------------------
 
 // Averages finished sums to which nothing was added in the round before.
-void Execution::average(Frames sends) {
+void Execution::average(Sends sends) {
   for (const Frame& frame : sends)
     for (const Part& part : call_.plan->parts(frame))
       if (part.finishes && !(averages_with_folds() && pending(part) != nullptr))
@@ -419,7 +420,7 @@ bool Execution::averages_with_folds() const {
 }
 
 // Returns whether this rank finishes a pending part's sum when it sends that in this round.
-bool Execution::is_finished(const Part& part, Frames sends) {
+bool Execution::is_finished(const Part& part, Sends sends) {
   if (pending(part) == nullptr) return false;
   for (const Frame& frame : sends)
     for (const Part& sent : call_.plan->parts(frame))
@@ -428,7 +429,7 @@ bool Execution::is_finished(const Part& part, Frames sends) {
 }
 
 // Returns whether elements of the frame are also sent in this round, as they were before it.
-bool Execution::is_sent(const Frame& frame, Frames sends) const {
+bool Execution::is_sent(const Frame& frame, Sends sends) const {
   for (const Part& part : call_.plan->parts(frame))
     for (const Frame& each : sends)
       for (const Part& sent : call_.plan->parts(each))

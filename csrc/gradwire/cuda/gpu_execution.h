@@ -48,7 +48,8 @@ class Execution {
   std::uint64_t sent() const noexcept { return sent_; }
 
  private:
-  using Frames = std::span<const exec::Frame>;
+  using Sends = std::span<const exec::SendFrame>;
+  using Receives = std::span<const exec::ReceiveFrame>;
 
   // A part that has arrived and is not landed yet: `addends` messages of it, `stride` bytes apart
   // in the arena, which are added one after the other; or, with 0 addends, one that is copied.
@@ -76,33 +77,33 @@ class Execution {
   void place_store();
   template <typename Visit>
   void each_round(Visit visit) const;
-  void run_round(Frames sends, Frames receives);
+  void run_round(Sends sends, Receives receives);
 
-  void place_sends(Frames sends);
-  void encode_sends(Frames sends);
+  void place_sends(Sends sends);
+  void encode_sends(Sends sends);
   void encode(const exec::Part& part, std::size_t at, const Launch& launch);
   void start_encoding();
-  void pack_sends(Frames sends);
+  void pack_sends(Sends sends);
   void pack(const exec::Frame& frame, std::size_t at);
   void send(const exec::Frame& frame, const std::byte* data);
 
-  void receive(const exec::Frame& frame, Frames sends);
+  void receive(const exec::Frame& frame, Sends sends);
   void note(const exec::Part& part, std::size_t at);
   Landing* pending(const exec::Part& part);
-  void land_pending(Frames sends, bool averages);
+  void land_pending(Sends sends, bool averages);
   void land(const Landing& landing, bool averages);
   void fold_wide(const Landing& landing);
   void start_landing();
 
-  void average(Frames sends);
+  void average(Sends sends);
   void decode_results();
   void finish_here(bool is_averaged);
   void fold(const Launch& launch);
 
   bool averages_with_folds() const;
-  bool is_finished(const exec::Part& part, Frames sends);
+  bool is_finished(const exec::Part& part, Sends sends);
   bool are_finished_here() const;
-  bool is_sent(const exec::Frame& frame, Frames sends) const;
+  bool is_sent(const exec::Frame& frame, Sends sends) const;
   bool is_copied(const exec::Frame& frame) const;
   std::size_t payload_bytes(const exec::Part& part) const;
   std::size_t frame_bytes(const exec::Frame& frame) const;

@@ -181,7 +181,7 @@ class Simulation {
     std::uint32_t begun = 0;  // places of the order at which the rank was, and has spent `round`
   };
 
-  // Lists what a rank does, as exec/plan/plan.cc does: a send waits for what landed of its segment
+  // Lists what a rank does, as exec/plan does: a send waits for what landed of its segment
   // in the rounds before, and a receive for the sends of its own round.
   void list_steps(Rank rank, const std::vector<WavefrontStep>& order) {
     RankState& state = ranks_[at(rank)];

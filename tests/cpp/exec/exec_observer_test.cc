@@ -34,7 +34,7 @@ class Listener : public Observer {
   void sent(const Plan&, const Frame&, std::size_t, const CodecTime&) noexcept override {
     add("sent");
   }
-  void received(const Plan&, std::span<const Frame>, std::size_t,
+  void received(const Plan&, std::span<const ReceiveFrame>, std::size_t,
                 const CodecTime&) noexcept override {
     add("received");
   }

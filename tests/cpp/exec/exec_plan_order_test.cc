@@ -75,7 +75,7 @@ void for_each_job(const auto& check) {
 }
 
 // Returns how many of `frames`, up to the last of that segment and of a round before `round`.
-std::uint32_t up_to_round(const std::vector<Frame>& frames, std::uint32_t segment, int round) {
+std::uint32_t up_to_round(const auto& frames, std::uint32_t segment, int round) {
   std::uint32_t count = 0;
   for (std::size_t i = 0; i < frames.size(); ++i)
     if (frames[i].segment == segment && frames[i].round < round)
@@ -89,12 +89,14 @@ TEST(PlanOrder, FramesWaitForTheirOwnSegmentsEarlierRounds) {
   std::size_t waits = 0;
   for_each_job([&](const Job& job) {
     for (const Plan& plan : job.plans) {
-      for (const Frame& each : plan.sends())
-        EXPECT_EQ(each.needs, up_to_round(plan.receives(), each.segment, each.round)) << job.text();
-      for (const Frame& each : plan.receives())
-        EXPECT_EQ(each.needs, up_to_round(plan.sends(), each.segment, each.round + 1))
+      for (const SendFrame& each : plan.sends())
+        EXPECT_EQ(each.after_receives, up_to_round(plan.receives(), each.segment, each.round))
             << job.text();
-      for (const Frame& each : plan.receives()) waits += each.needs > 0;
+      for (const ReceiveFrame& each : plan.receives()) {
+        EXPECT_EQ(each.after_sends, up_to_round(plan.sends(), each.segment, each.round + 1))
+            << job.text();
+        waits += each.after_sends > 0;
+      }
     }
   });
   EXPECT_GT(waits, 1000U);
@@ -102,14 +104,14 @@ TEST(PlanOrder, FramesWaitForTheirOwnSegmentsEarlierRounds) {
 
 TEST(PlanOrder, IsOneWavefrontInBothDirections) {
   for_each_job([](const Job& job) {
-    for (const Plan& plan : job.plans)
-      for (const auto* frames : {&plan.sends(), &plan.receives()}) {
-        const auto place = [](const Frame& frame) {
-          return std::pair(frame.segment + frame.round * static_cast<unsigned>(schedule::kLag),
-                           frame.segment);
-        };
-        EXPECT_TRUE(std::ranges::is_sorted(*frames, {}, place)) << job.text();
-      }
+    const auto place = [](const Frame& frame) {
+      return std::pair(frame.segment + frame.round * static_cast<unsigned>(schedule::kLag),
+                       frame.segment);
+    };
+    for (const Plan& plan : job.plans) {
+      EXPECT_TRUE(std::ranges::is_sorted(plan.sends(), {}, place)) << job.text();
+      EXPECT_TRUE(std::ranges::is_sorted(plan.receives(), {}, place)) << job.text();
+    }
   });
 }
 
@@ -126,7 +128,7 @@ std::string told(const Plan& plan, const Frame& frame) {
   return text;
 }
 
-std::vector<std::string> told_of(const Plan& plan, const std::vector<Frame>& frames, Rank peer) {
+std::vector<std::string> told_of(const Plan& plan, const auto& frames, Rank peer) {
   std::vector<std::string> all;
   for (const Frame& frame : frames)
     if (std::ranges::find(plan.peers(frame), peer) != plan.peers(frame).end())
@@ -147,6 +149,14 @@ TEST(PlanOrder, BothEndsOfALinkExpectTheSameFrames) {
   });
 }
 
+// Returns a plan's frames, sends before receives.
+std::vector<const Frame*> all_frames(const Plan& plan) {
+  std::vector<const Frame*> all;
+  for (const Frame& each : plan.sends()) all.push_back(&each);
+  for (const Frame& each : plan.receives()) all.push_back(&each);
+  return all;
+}
+
 std::uint64_t payload(const Plan& plan, const Frame& frame) {
   std::uint64_t bytes = 0;
   for (const Part& part : plan.parts(frame))
@@ -158,17 +168,16 @@ std::uint64_t payload(const Plan& plan, const Frame& frame) {
 TEST(PlanOrder, FramesSayTheirBytesAndFitTheirMessage) {
   for_each_job([](const Job& job) {
     for (const Plan& plan : job.plans)
-      for (const auto* frames : {&plan.sends(), &plan.receives()})
-        for (const Frame& frame : *frames) {
-          EXPECT_EQ(frame.bytes, payload(plan, frame)) << job.text();
-          EXPECT_LE(frame.bytes, kRoom) << job.text();
-        }
+      for (const Frame* frame : all_frames(plan)) {
+        EXPECT_EQ(frame->bytes, payload(plan, *frame)) << job.text();
+        EXPECT_LE(frame->bytes, kRoom) << job.text();
+      }
   });
 }
 
 // The frames of each message, by its round and its other end.
 using Messages = std::map<std::pair<int, Rank>, std::vector<const Frame*>>;
-Messages messages_of(const Plan& plan, const std::vector<Frame>& frames) {
+Messages messages_of(const Plan& plan, const auto& frames) {
   Messages messages;
   for (const Frame& frame : frames)
     for (const Rank peer : plan.peers(frame)) messages[{frame.round, peer}].push_back(&frame);
@@ -178,8 +187,9 @@ Messages messages_of(const Plan& plan, const std::vector<Frame>& frames) {
 TEST(PlanOrder, TwoRanksExchangeOneMessageARoundWhoseSegmentsAreCounted) {
   for_each_job([](const Job& job) {
     for (const Plan& plan : job.plans)
-      for (const auto* frames : {&plan.sends(), &plan.receives()})
-        for (const auto& [where, message] : messages_of(plan, *frames)) {
+      for (const Messages& messages :
+           {messages_of(plan, plan.sends()), messages_of(plan, plan.receives())})
+        for (const auto& [where, message] : messages) {
           EXPECT_EQ(message.size(), message[0]->segments) << job.text();
           std::set<std::uint32_t> segments;
           for (const Frame* each : message) segments.insert(each->segment);

@@ -96,14 +96,16 @@ TEST(Plan, AChunkAloneIsNotCutAsOftenAsAMessageOfMany) {
   for (Rank rank : {0, 1, 31}) {
     const Plan plan(schedule, binding_of(1 << 16, rank));
     EXPECT_EQ(plan.segments(), 4);
-    for (const auto* frames : {&plan.sends(), &plan.receives()}) {
-      EXPECT_EQ(frames->size(), 4 + 2 * (kHosts - 1) + 4);
-      for (const Frame& frame : *frames) {
+    const auto check = [&](const auto& frames) {
+      EXPECT_EQ(frames.size(), 4 + 2 * (kHosts - 1) + 4);
+      for (const Frame& frame : frames) {
         const bool within = plan.peers(frame)[0] / 2 == rank / 2;
         EXPECT_EQ(frame.segments, within ? 4 : 1);
         EXPECT_EQ(frame.bytes, (within ? 4 : 1) * 8 * 1024U);
       }
-    }
+    };
+    check(plan.sends());
+    check(plan.receives());
   }
 }
 
@@ -181,8 +183,8 @@ TEST(Plan, KnowsWhichFramesAddToTheSameElements) {
     binding.max_message = 64 * 1024;
     const Plan plan(schedule, binding);
     std::vector<std::uint32_t> addends;
-    for (const Frame& frame : plan.receives()) addends.push_back(frame.addends);
-    for (const Frame& frame : plan.sends()) addends.push_back(frame.addends);
+    for (const ReceiveFrame& frame : plan.receives()) addends.push_back(frame.addends);
+    for (const SendFrame& frame : plan.sends()) addends.push_back(frame.sends_sum ? 1 : 0);
     return addends;
   };
   using List = std::vector<std::uint32_t>;

@@ -87,9 +87,10 @@ class Rumours {
   bool send(Rank r) {
     const Plan& plan = *plans_[at(r)];
     if (sent_[at(r)] == plan.sends().size()) return false;
-    const Frame& frame = plan.sends()[sent_[at(r)]];
-    if (landed(r) < frame.needs) return false;
-    for (Rank peer : plan.peers(frame)) wires_[{r, peer}].push_back(heard_[at(r)][frame.needs]);
+    const SendFrame& frame = plan.sends()[sent_[at(r)]];
+    if (landed(r) < frame.after_receives) return false;
+    for (Rank peer : plan.peers(frame))
+      wires_[{r, peer}].push_back(heard_[at(r)][frame.after_receives]);
     ++sent_[at(r)];
     return true;
   }
@@ -97,9 +98,9 @@ class Rumours {
   bool receive(Rank r) {
     const Plan& plan = *plans_[at(r)];
     if (landed(r) == plan.receives().size()) return false;
-    const Frame& frame = plan.receives()[landed(r)];
+    const ReceiveFrame& frame = plan.receives()[landed(r)];
     auto& wire = wires_[{plan.peers(frame)[0], r}];
-    if (sent_[at(r)] < frame.needs || wire.empty()) return false;
+    if (sent_[at(r)] < frame.after_sends || wire.empty()) return false;
     Members all = heard_[at(r)].back();
     all.merge(wire.front());
     wire.pop_front();

@@ -58,7 +58,7 @@ class Observer {
   // phase so far.
   virtual void sent(const Plan& plan, const Frame& frame, std::size_t bytes,
                     const CodecTime& spent) noexcept = 0;
-  virtual void received(const Plan& plan, std::span<const Frame> frames, std::size_t bytes,
+  virtual void received(const Plan& plan, std::span<const ReceiveFrame> frames, std::size_t bytes,
                         const CodecTime& spent) noexcept = 0;
   virtual void moved(const MessagePart& part) noexcept = 0;
   // That work was local, between two phases, before the first or after the last.

@@ -52,8 +52,8 @@ bool Execution::advance(Links& links, TrafficCounter& traffic) {
 bool Execution::try_send(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;
   if (sent_ == plan.sends().size()) return false;
-  const Frame& frame = plan.sends()[sent_];
-  if (landed_ < frame.needs) return false;
+  const SendFrame& frame = plan.sends()[sent_];
+  if (landed_ < frame.after_receives) return false;
   const Bytes staging = reserve(frame, links);
   if (staging.empty()) return note_wait(plan.peers(frame)[0], /*reads=*/true);
   note_work();
@@ -84,8 +84,8 @@ void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Li
 bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;
   if (landed_ == plan.receives().size()) return false;
-  const Frame& frame = plan.receives()[landed_];
-  if (sent_ < frame.needs) return false;
+  const ReceiveFrame& frame = plan.receives()[landed_];
+  if (sent_ < frame.after_sends) return false;
   if (frame.addends > 0) return try_fold(links, traffic);
   const auto payload = arrived(frame, links);
   const Rank peer = plan.peers(frame)[0];
@@ -126,7 +126,7 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   if (addends_.empty()) return note_wait(plan.peers(frames[0])[0], /*reads=*/false);
   note_work();
   const bool all = addends_.size() == frames[0].addends;
-  const Frame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
+  const SendFrame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
   Bytes staging = send != nullptr ? reserve(*send, links) : Bytes{};
   if (copy_ != copy_cached) staging = {};  // each block would wait for its streaming stores
   if (staging.empty())
@@ -144,11 +144,11 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
 
 // Returns the next send if it sends the sum that the receives up to `landed` have added up; else
 // null.
-const Frame* Execution::send_of_sum(std::size_t landed) const {
+const SendFrame* Execution::send_of_sum(std::size_t landed) const {
   const auto& sends = call_.plan->sends();
   if (sent_ == sends.size()) return nullptr;
-  const Frame& next = sends[sent_];
-  return next.addends > 0 && next.needs == landed ? &next : nullptr;
+  const SendFrame& next = sends[sent_];
+  return next.sends_sum && next.after_receives == landed ? &next : nullptr;
 }
 
 // Adds the addends to the frame's elements and, unless `out` is null, copies the sums there. It
@@ -184,7 +184,7 @@ bool Execution::try_end(Links& links) {
 
 const Frame* Execution::waiting_frame() const noexcept {
   const Plan& plan = *call_.plan;
-  if (landed_ < plan.receives().size() && sent_ >= plan.receives()[landed_].needs)
+  if (landed_ < plan.receives().size() && sent_ >= plan.receives()[landed_].after_sends)
     return &plan.receives()[landed_];
   if (sent_ < plan.sends().size()) return &plan.sends()[sent_];
   return nullptr;

@@ -57,7 +57,7 @@ class Execution {
   // Returns whether that rank must read what was sent to it; otherwise it must send.
   bool waits_for_reader() const noexcept {
     const auto& receives = call_.plan->receives();
-    return landed_ == receives.size() || sent_ < receives[landed_].needs;
+    return landed_ == receives.size() || sent_ < receives[landed_].after_sends;
   }
 
  private:
@@ -82,7 +82,7 @@ class Execution {
   Bytes reserve(const Frame& frame, Links& links);
   void commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
               TrafficCounter& traffic);
-  const Frame* send_of_sum(std::size_t landed) const;
+  const SendFrame* send_of_sum(std::size_t landed) const;
   void fold(const Frame& frame, std::byte* out);
 
   std::size_t stage(const Frame& frame, Bytes out);

@@ -7,9 +7,9 @@
 // the same on all ranks:
 //     (segment + lag · round, segment, sends before receives).
 // A send may go when the earlier receives of its own segment have landed. A receive may land when
-// the sends of its own round are staged. Both conditions are one integer, `needs`. Everything that
-// a frame waits for comes earlier in the order, and staging holds one round of sends, so no order
-// of arrivals, and no size of staging above that, can cause a deadlock.
+// the sends of its own round are staged. Both conditions are one integer of the frame. Everything
+// that a frame waits for comes earlier in the order, and staging holds one round of sends, so no
+// order of arrivals, and no size of staging above that, can cause a deadlock.
 #pragma once
 
 #include <cstddef>
@@ -33,16 +33,26 @@ struct Piece {
   std::size_t count = 0;   // elements
 };
 
+// Places in a list: from `first` to before `last`.
 struct Range {
   std::uint32_t first = 0;
   std::uint32_t last = 0;
+
+  bool empty() const noexcept { return first == last; }
+  bool operator==(const Range&) const = default;
 };
+
+template <typename T>
+std::span<const T> view(const std::vector<T>& all, Range range) {
+  return {all.data() + range.first, range.last - range.first};
+}
 
 inline constexpr std::uint32_t kNotStored = ~0U;
 
 // One segment of one chunk inside a frame.
 struct Part {
   Range pieces;
+  int chunk = 0;  // of the schedule
   schedule::Landing landing = schedule::Landing::kCopy;
   // Set on the rank that first sends a finished chunk: it scales the chunk (avg) and, with a lossy
   // codec, encodes it into the store and adopts what all ranks will decode.
@@ -52,17 +62,37 @@ struct Part {
   WideFold wide{};  // 16-bit floats: what to do with an addend that arrives
 };
 
+// What a send and a receive have in common.
 struct Frame {
   std::uint32_t segment = 0;
-  std::uint32_t segments = 1;  // into which its message is cut
+  std::uint32_t segments = 1;  // into which the bytes between both ranks in this round are cut
   std::uint16_t round = 0;
   Range parts;
   Range peers;              // one for a receive; all readers of the same bytes for a send
-  std::uint32_t needs = 0;  // send: receives that must have landed; receive: sends staged
-  // Plain folds. Receive: how many frames, from this one on, add to the same elements one after the
-  // other. Send: 1 if it sends what the last receive that it needs has added up, else 0.
-  std::uint32_t addends = 0;
   std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
+};
+
+struct SendFrame : Frame {
+  std::uint32_t after_receives = 0;  // so many must have landed
+  bool sends_sum = false;            // of plain addends, which the last of those completes
+};
+
+struct ReceiveFrame : Frame {
+  std::uint32_t after_sends = 0;  // so many must be staged
+  // Plain folds: how many frames, from this one on, add to the same elements one after the other.
+  std::uint32_t addends = 0;
+};
+
+// All frames of a plan, each kind in wavefront order, and what they refer to.
+struct PlanFrames {
+  std::vector<SendFrame> sends;
+  std::vector<ReceiveFrame> receives;
+  std::vector<Part> parts;
+  std::vector<Rank> peers;
+  std::size_t most_addends = 0;  // of any frame
+  // The float32 sums of 16-bit floats: how many lie side by side, and the elements of the largest.
+  std::size_t wide_places = 0;
+  std::size_t wide_elements = 0;
 };
 
 // Everything that determines a Plan, besides the schedule.
@@ -81,6 +111,12 @@ struct Binding {
   std::size_t max_message = 0;    // bytes, frame header included
   std::vector<int> link_of;       // by peer; peers with the same number can share staging
   std::size_t segment_bytes = 0;  // 0: chosen from the chunk's size
+
+  bool is_lossy() const noexcept { return codec->combine() != codec::Combine::kPlain; }
+  // Returns what avg divides by: the number of ranks; 1 for every other op.
+  int divisor(int ranks) const noexcept {
+    return reduces(spec.collective) && spec.op == ReduceOp::kAvg ? ranks : 1;
+  }
 };
 
 class Plan {
@@ -93,7 +129,7 @@ class Plan {
   const std::vector<std::uint64_t>& counts() const noexcept { return binding_.counts; }
   const codec::Codec& codec() const noexcept { return *binding_.codec; }
   bool folds() const noexcept { return binding_.folds; }
-  bool lossy() const noexcept { return binding_.codec->combine() != codec::Combine::kPlain; }
+  bool lossy() const noexcept { return binding_.is_lossy(); }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
   // Returns OpSpec::to_string(), for messages.
   const std::string& text() const noexcept { return text_; }
@@ -104,14 +140,14 @@ class Plan {
   // Returns whether a rank that has finished the call knows that all ranks have begun the same one.
   bool confirms_all_ranks() const noexcept;
   // Both return the bytes of payload between this rank and `peer`, at most.
-  std::uint64_t bytes_to(Rank peer) const { return bytes_with(sends_, peer); }
-  std::uint64_t bytes_from(Rank peer) const { return bytes_with(receives_, peer); }
+  std::uint64_t bytes_to(Rank peer) const;
+  std::uint64_t bytes_from(Rank peer) const;
 
-  const std::vector<Frame>& sends() const noexcept { return sends_; }
-  const std::vector<Frame>& receives() const noexcept { return receives_; }
-  std::span<const Part> parts(const Frame& frame) const { return view(parts_, frame.parts); }
+  const std::vector<SendFrame>& sends() const noexcept { return frames_.sends; }
+  const std::vector<ReceiveFrame>& receives() const noexcept { return frames_.receives; }
+  std::span<const Part> parts(const Frame& frame) const { return view(frames_.parts, frame.parts); }
   std::span<const Piece> pieces(const Part& part) const { return view(pieces_, part.pieces); }
-  std::span<const Rank> peers(const Frame& frame) const { return view(peers_, frame.peers); }
+  std::span<const Rank> peers(const Frame& frame) const { return view(frames_.peers, frame.peers); }
 
   // For lossy codecs: where the payload of a stored part lies, how many there are, and the size of
   // the whole store.
@@ -121,12 +157,12 @@ class Plan {
 
   // Where a float32 sum lies, and how many elements such sums take in all.
   std::size_t wide_offset(const WideFold& fold) const noexcept {
-    return fold.place * wide_elements_;
+    return fold.place * frames_.wide_elements;
   }
-  std::size_t wide_elements() const noexcept { return wide_places_ * wide_elements_; }
+  std::size_t wide_elements() const noexcept { return frames_.wide_places * frames_.wide_elements; }
 
   // Returns the most addends of any frame.
-  std::size_t most_addends() const noexcept { return most_addends_; }
+  std::size_t most_addends() const noexcept { return frames_.most_addends; }
 
   // Returns what avg divides by: the number of ranks; 1 for every other op.
   int divisor() const noexcept { return divisor_; }
@@ -135,31 +171,16 @@ class Plan {
   const std::vector<Piece>& finished_here() const noexcept { return finished_here_; }
 
  private:
-  class Builder;
-
-  template <typename T>
-  static std::span<const T> view(const std::vector<T>& all, Range range) {
-    return {all.data() + range.first, range.last - range.first};
-  }
-
-  std::uint64_t bytes_with(const std::vector<Frame>& frames, Rank peer) const;
-
   Binding binding_;
-  std::uint32_t fingerprint_ = 0;
+  std::uint32_t fingerprint_;
   std::string text_;
+  int divisor_;
   int segments_ = 1;
-  int divisor_ = 1;
-  std::vector<Frame> sends_;
-  std::vector<Frame> receives_;
-  std::vector<Part> parts_;
+  PlanFrames frames_;
   std::vector<Piece> pieces_;
-  std::vector<Rank> peers_;
   std::vector<std::size_t> store_offsets_;
   std::size_t store_bytes_ = 0;
   std::vector<Piece> finished_here_;
-  std::size_t most_addends_ = 0;
-  std::size_t wide_places_ = 0;
-  std::size_t wide_elements_ = 0;  // of the largest sum
 };
 
 }  // namespace gradwire::exec

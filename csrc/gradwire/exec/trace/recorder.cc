@@ -72,9 +72,8 @@ std::uint64_t plain_bytes(const Plan& plan, const Frame& frame) {
   return elements * size_of(plan.spec().dtype);
 }
 
-bool adds(const Plan& plan, const Frame& frame) {
-  const auto parts = plan.parts(frame);
-  return frame.addends > 0 || (!parts.empty() && parts[0].landing == schedule::Landing::kReduce);
+bool adds(const Plan& plan, const ReceiveFrame& frame) {
+  return plan.parts(frame)[0].landing == schedule::Landing::kReduce;
 }
 
 }  // namespace
@@ -226,7 +225,7 @@ void Recorder::sent(const Plan& plan, const Frame& frame, std::size_t bytes,
   }
 }
 
-void Recorder::received(const Plan& plan, std::span<const Frame> frames, std::size_t bytes,
+void Recorder::received(const Plan& plan, std::span<const ReceiveFrame> frames, std::size_t bytes,
                         const CodecTime& spent) noexcept {
   wait_until(begin_, sender_, 0);
   Event event;

@@ -39,7 +39,7 @@ class Recorder final : public Observer {
   void moves() noexcept override { begin_ = now(); }
   void sent(const Plan& plan, const Frame& frame, std::size_t bytes,
             const CodecTime& spent) noexcept override;
-  void received(const Plan& plan, std::span<const Frame> frames, std::size_t bytes,
+  void received(const Plan& plan, std::span<const ReceiveFrame> frames, std::size_t bytes,
                 const CodecTime& spent) noexcept override;
   void moved(const MessagePart& part) noexcept override;
   void computed(const CodecTime& spent) noexcept override;
