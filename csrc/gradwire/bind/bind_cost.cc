@@ -8,7 +8,6 @@
 
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/module.h"
-#include "gradwire/exec/plan/built_in_model.h"
 #include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/transport/emulated_link.h"

@@ -1,6 +1,6 @@
 #include "gradwire/cuda/model.h"
 
-#include "gradwire/exec/plan/built_in_model.h"
+#include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::cuda {
 

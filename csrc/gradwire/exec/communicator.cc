@@ -17,16 +17,15 @@ void check(const Identity& identity, const Tuning& tuning) {
     throw InvalidArgument("max_message is " + std::to_string(tuning.max_message) +
                           " bytes; use 4 KiB to 1 GiB, the same on all ranks");
   const auto numbers = identity.job_ranks.size();
-  if (numbers != 0 && numbers != static_cast<std::size_t>(identity.size))
+  if (numbers != 0 && numbers != at(identity.size))
     throw InvalidArgument(std::to_string(numbers) + " ranks of the job for a communicator of " +
                           std::to_string(identity.size));
 }
 
 void check_peer(const Identity& identity, Rank peer) {
   if (peer >= 0 && peer < identity.size) return;
-  throw InvalidArgument("rank " + std::to_string(peer) + " is no peer of rank " +
-                        std::to_string(identity.rank) + " in a communicator of " +
-                        std::to_string(identity.size));
+  throw InvalidArgument(name_of(peer) + " is no peer of rank " + std::to_string(identity.rank) +
+                        " in a communicator of " + std::to_string(identity.size));
 }
 
 Transfer transfer_of(std::byte* data, std::size_t size, Rank peer, double timeout) {
@@ -176,7 +175,7 @@ void Communicator::wait(Work& work, double timeout, const Interrupt& interrupt, 
     engine_->drive_or_wait(lock, work, deadline, interrupt, background);
   }
   if (!work.done())
-    throw Timeout("rank " + std::to_string(engine_->identity.rank) +
+    throw Timeout(name_of(engine_->identity.rank) +
                       ": wait() timed out after its timeout=" + seconds_text(timeout) +
                       ", before its operation, which goes on; wait again or abort()",
                   kNoPeer);

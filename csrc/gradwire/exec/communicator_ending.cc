@@ -21,7 +21,7 @@ constexpr int kFailurePollMilliseconds = 50;
 
 void abort_close(Engine& engine, bool interrupted, bool alone) noexcept {
   engine.abort(
-      "rank " + std::to_string(engine.identity.rank) +
+      name_of(engine.identity.rank) +
           (interrupted ? " was interrupted" : " closed its communicator with work in flight"),
       alone);
 }

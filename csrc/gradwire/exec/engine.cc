@@ -19,14 +19,9 @@ constexpr unsigned kSpins = 100;
 // Returns how often a rank spins: not at all where ranks share cores, since the rank that it waits
 // for is not running and needs the core.
 unsigned spins_of(const Identity& identity) {
-  const auto ours = std::ranges::find_if(identity.hosts, [&](const std::vector<Rank>& host) {
-    return std::ranges::find(host, identity.rank) != host.end();
-  });
-  const auto ranks =
-      ours == identity.hosts.end() ? static_cast<std::size_t>(identity.size) : ours->size();
   cpu_set_t cores;
   if (::sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
-  return ranks <= static_cast<std::size_t>(CPU_COUNT(&cores)) ? kSpins : 0;
+  return identity.ranks_on_host() <= CPU_COUNT(&cores) ? kSpins : 0;
 }
 
 void check_feedback(const Request& request) {
@@ -50,7 +45,7 @@ Engine::Engine(Identity its, const Tuning& tuning)
       stop{tuning.stop_request, {}, {}},
       plans(
           {identity.rank, identity.size, identity.hosts, tuning.max_message, tuning.segment_bytes}),
-      link_of(static_cast<std::size_t>(identity.size), -1),
+      link_of(at(identity.size), -1),
       observer(tuning.observer),
       next_observer(observer),
       driver(*this, tuning),
@@ -158,7 +153,7 @@ void Engine::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
   try {
     interrupt();
   } catch (...) {
-    abort("rank " + std::to_string(identity.rank) + " was interrupted", /*alone=*/true);
+    abort(name_of(identity.rank) + " was interrupted", /*alone=*/true);
     while (!work.wait_for(kInterruptSeconds)) continue;
     throw;
   }

@@ -59,8 +59,8 @@ std::exception_ptr Engine::fail_with_root_cause(Driver& holder, const std::excep
   try {
     std::rethrow_exception(holder.control.root_cause(error, abort_or(interrupt)));
   } catch (const Interruption& stopped) {
-    fail(holder, std::make_exception_ptr(Aborted(
-                     "rank " + std::to_string(identity.rank) + " was interrupted", identity.rank)));
+    fail(holder, std::make_exception_ptr(
+                     Aborted(name_of(identity.rank) + " was interrupted", identity.rank)));
     return stopped.cause;
   } catch (...) {
     fail(holder, std::current_exception());

@@ -26,8 +26,8 @@ double seconds_since(Deadline::Clock::time_point when) {
 
 // Returns "rank 3", or what names a rank that is no member.
 std::string text_of(const ChainEnd& end) {
-  if (end.peer != kNoPeer) return "rank " + std::to_string(end.peer);
-  return "rank " + std::to_string(end.job_peer) + " of the job, in another group";
+  if (end.peer != kNoPeer) return name_of(end.peer);
+  return name_of(end.job_peer) + " of the job, in another group";
 }
 
 }  // namespace
@@ -249,9 +249,8 @@ Timeout Liveness::timeout_of(const Transfer& late) const {
   const bool own = late.peer == engine_.identity.rank;
   const ChainEnd culprit =
       any || own ? ChainEnd{late.peer} : driver_.control.end_of_chain(late.peer);
-  std::string text = "rank " + std::to_string(engine_.identity.rank) +
-                     " timed out: no send or recv matched with " +
-                     (any ? "any rank" : "rank " + std::to_string(late.peer)) +
+  std::string text = name_of(engine_.identity.rank) + " timed out: no send or recv matched with " +
+                     (any ? "any rank" : name_of(late.peer)) +
                      " within its timeout=" + seconds_text(late.timeout);
   if (culprit.peer != late.peer)
     text += "; that waits, perhaps over others, for " + text_of(culprit);
@@ -265,7 +264,7 @@ Timeout Liveness::timeout() const {
   const ChainEnd culprit = driver_.control.end_of_chain(peer);
   const bool waited_on = engine_.patience > driver_.current->timeout &&
                          seconds_since(driver_.current->began) >= engine_.patience;
-  std::string text = "rank " + std::to_string(engine_.identity.rank) + ": " +
+  std::string text = name_of(engine_.identity.rank) + ": " +
                      driver_.current->operation.plan().text() + " timed out after its " +
                      (waited_on ? "patience=" + seconds_text(engine_.patience)
                                 : "timeout=" + seconds_text(driver_.current->timeout));

@@ -3,7 +3,6 @@
 
 #include "exec_ranks.h"
 #include "gradwire/base/error.h"
-#include "gradwire/exec/plan/built_in_model.h"
 #include "gradwire/exec/plan/plan_cache.h"
 
 namespace gradwire::exec {

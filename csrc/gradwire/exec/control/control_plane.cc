@@ -21,8 +21,6 @@ constexpr double kAnnounceSeconds = 0.1;
 // How many calls an answer describes, of which the last is the one in question.
 constexpr std::uint32_t kCallsSent = 16;
 
-std::string name(Rank rank) { return "rank " + std::to_string(rank); }
-
 }  // namespace
 
 ControlPlane::ControlPlane(Rank rank, int size, std::function<Position()> position)
@@ -30,8 +28,8 @@ ControlPlane::ControlPlane(Rank rank, int size, std::function<Position()> positi
       size_(size),
       position_(std::move(position)),
       control_(rank, size),
-      last_positions_(static_cast<std::size_t>(size)),
-      failed_while_closing_(static_cast<std::size_t>(size)) {}
+      last_positions_(at(size)),
+      failed_while_closing_(at(size)) {}
 
 // ---- Calls -------------------------------------------------------------------------------------
 
@@ -58,8 +56,7 @@ Rank ControlPlane::unsettled_peer() const {
     const ControlFrame& frame = last_position_of(peer).frame;
     const std::uint32_t begun = (frame.flags & transport::kInCall) != 0 ? 1 : 0;
     const auto behind = static_cast<std::int32_t>(history_.calls() - (frame.calls - begun));
-    if (is_present(peer) && !failed_while_closing_[static_cast<std::size_t>(peer)] && behind > 0)
-      return peer;
+    if (is_present(peer) && !failed_while_closing_[at(peer)] && behind > 0) return peer;
   }
   return kNoPeer;
 }
@@ -74,9 +71,9 @@ void ControlPlane::compare(Rank peer) {
   }
   const CallHistory::Record* own = history_.after(frame.calls);
   if (own != nullptr && own->digest != frame.digest)
-    throw Disagreement{frame.calls - 1, name(peer) + " called " + text_of(frame) + " as its call " +
-                                            std::to_string(frame.calls - 1) + ", and " +
-                                            name(rank_) + " other calls up to there"};
+    throw Disagreement{frame.calls - 1, name_of(peer) + " called " + text_of(frame) +
+                                            " as its call " + std::to_string(frame.calls - 1) +
+                                            ", and " + name_of(rank_) + " other calls up to there"};
 }
 
 // Compares the number of calls with those of ranks that have closed: they will make no more.
@@ -85,8 +82,8 @@ void ControlPlane::compare_ends() const {
     const std::uint32_t calls = last_position_of(peer).frame.calls;
     if (peer != rank_ && control_.said_bye(peer) && calls != history_.calls())
       throw Disagreement{std::min(calls, history_.calls()),
-                         name(peer) + " left after " + std::to_string(calls) + " calls, " +
-                             name(rank_) + " after " + std::to_string(history_.calls())};
+                         name_of(peer) + " left after " + std::to_string(calls) + " calls, " +
+                             name_of(rank_) + " after " + std::to_string(history_.calls())};
   }
 }
 
@@ -124,7 +121,7 @@ void ControlPlane::take(const ControlEvent& event) {
   if (frame.type == ControlType::kInquiry)
     return send_call_records(event.from, static_cast<std::uint32_t>(frame.value));
   if (frame.type == ControlType::kAnswer) return;  // too late: inquire() is over
-  last_positions_[static_cast<std::size_t>(event.from)] = {frame, Clock::now()};
+  last_positions_[at(event.from)] = {frame, Clock::now()};
   if ((frame.flags & transport::kAsks) != 0) control_.send(event.from, position_frame());
   compare(event.from);
 }
@@ -219,16 +216,16 @@ void ControlPlane::poll_while_closing() {
 void ControlPlane::take_while_closing(const ControlEvent& event) {
   const bool failed = event.frame.type == ControlType::kFailure;
   if (!failed || event.frame.kind == FailureKind::kInvalidArgument) return take(event);
-  failed_while_closing_[static_cast<std::size_t>(event.from)] = true;
+  failed_while_closing_[at(event.from)] = true;
 }
 
 Timeout ControlPlane::close_timeout(Rank peer) const {
-  std::string text = name(rank_) + ": close() timed out before " + name(peer) +
+  std::string text = name_of(rank_) + ": close() timed out before " + name_of(peer) +
                      " had made all the calls of this rank";
   if (const CallHistory::Record* last = history_.after(history_.calls()))
     text +=
         ", the last of which is call " + std::to_string(history_.calls() - 1) + ", " + last->text();
-  return {text + ". Is " + name(peer) + " alive, and does it make the same calls?", peer};
+  return {text + ". Is " + name_of(peer) + " alive, and does it make the same calls?", peer};
 }
 
 void ControlPlane::sleep(const WaitLimit& wait_limit) const {
@@ -265,17 +262,17 @@ double ControlPlane::seconds_since_word_of(Rank peer) const {
 std::string ControlPlane::text_of_position(Rank peer) const {
   const LastPosition& last = last_position_of(peer);
   if (last.received_at == Clock::time_point{})
-    return name(peer) +
+    return name_of(peer) +
            " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
   const ControlFrame& said = last.frame;
   if ((said.flags & transport::kElsewhere) != 0)
-    return name(peer) + " waits in another group, for rank " + std::to_string(said.segment) +
+    return name_of(peer) + " waits in another group, for rank " + std::to_string(said.segment) +
            " of the job";
   const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
   if (said.culprit != kNoPeer)
-    return name(peer) + " waits for " + name(said.culprit) + " in " + call;
-  if ((said.flags & transport::kInCall) != 0) return name(peer) + " is in " + call;
-  return name(peer) + " was last heard of outside gradwire, having begun " +
+    return name_of(peer) + " waits for " + name_of(said.culprit) + " in " + call;
+  if ((said.flags & transport::kInCall) != 0) return name_of(peer) + " is in " + call;
+  return name_of(peer) + " was last heard of outside gradwire, having begun " +
          std::to_string(said.calls) + " calls";
 }
 
@@ -335,7 +332,7 @@ std::optional<std::exception_ptr> ControlPlane::ask_others(Rank peer, const Inte
 std::exception_ptr ControlPlane::closed_early(Rank peer) const {
   const ControlFrame& bye = last_position_of(peer).frame;
   const std::uint32_t calls = bye.calls;
-  std::string text = name(rank_) + ": " + name(peer) +
+  std::string text = name_of(rank_) + ": " + name_of(peer) +
                      " closed its communicator, or ended its program, after " +
                      std::to_string(calls) + (calls == 1 ? " call" : " calls") +
                      ", while others still waited for it";
@@ -378,8 +375,8 @@ std::string ControlPlane::size_text(const Disagreement& found, const MismatchRep
            std::string(name_of(spec.dtype)) + ")";
   };
   return "ranks disagree in call " + std::to_string(found.call) + ", " + own->text() + ": " +
-         name(found.sender) + " sends " + name(rank_) + " " + size(*sent) + ", and " + name(rank_) +
-         " expects " + size(found.expected);
+         name_of(found.sender) + " sends " + name_of(rank_) + " " + size(*sent) + ", and " +
+         name_of(rank_) + " expects " + size(found.expected);
 }
 
 // Returns a report of what is known already.

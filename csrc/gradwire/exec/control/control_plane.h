@@ -108,9 +108,7 @@ class ControlPlane {
   double seconds_since_word_of(Rank peer) const;
   // Describes the position that a rank sent last: "rank 1 waits for rank 2 in call 12, ...".
   std::string text_of_position(Rank peer) const;
-  const LastPosition& last_position_of(Rank peer) const {
-    return last_positions_.at(static_cast<std::size_t>(peer));
-  }
+  const LastPosition& last_position_of(Rank peer) const { return last_positions_.at(at(peer)); }
 
   // Returns the cause of an error of this rank: a link often fails because of an earlier failure,
   // which the other ranks may know. Takes at most half a second, and as long again if it calls

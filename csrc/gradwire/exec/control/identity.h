@@ -1,7 +1,7 @@
 // Identity: which rank this is, of which communicator, of which job.
 #pragma once
 
-#include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,6 +10,8 @@
 #include "gradwire/base/types.h"
 
 namespace gradwire::exec {
+
+inline std::string name_of(Rank rank) { return "rank " + std::to_string(rank); }
 
 struct Identity {
   Rank rank = 0;
@@ -23,10 +25,14 @@ struct Identity {
   // The number in the job of each rank; empty: the same numbers.
   std::vector<Rank> job_ranks{};
 
-  // Converts a rank to its number in the job, and back: kNoPeer if it is no member.
-  Rank job_rank(Rank member) const {
-    return job_ranks.empty() ? member : job_ranks.at(static_cast<std::size_t>(member));
+  // Returns how many ranks are on this rank's host; all of them where hosts are not known.
+  int ranks_on_host() const {
+    for (const auto& host : hosts)
+      if (std::ranges::find(host, rank) != host.end()) return static_cast<int>(host.size());
+    return size;
   }
+  // Converts a rank to its number in the job, and back: kNoPeer if it is no member.
+  Rank job_rank(Rank member) const { return job_ranks.empty() ? member : job_ranks.at(at(member)); }
   Rank member(Rank job_rank) const {
     for (Rank each = 0; each < size; ++each)
       if (this->job_rank(each) == job_rank) return each;

@@ -15,7 +15,7 @@ namespace gradwire::exec {
 
 class MismatchReport {
  public:
-  explicit MismatchReport(int size) : ranks_(static_cast<std::size_t>(size)) {}
+  explicit MismatchReport(int size) : ranks_(at(size)) {}
 
   // Adds a frame of any kind that describes a rank's calls.
   void add(Rank from, const transport::ControlFrame& frame);
@@ -44,7 +44,7 @@ class MismatchReport {
     bool done = false;
   };
 
-  RankRecord& of(Rank rank) { return ranks_.at(static_cast<std::size_t>(rank)); }
+  RankRecord& of(Rank rank) { return ranks_.at(at(rank)); }
   std::string difference_in_call(std::uint32_t call, const CallRecords& records) const;
   std::string difference_in_number() const;
   std::string other_ranks(std::uint32_t call, const CallRecords& records) const;

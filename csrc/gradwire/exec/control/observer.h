@@ -9,11 +9,16 @@
 #include <span>
 
 #include "gradwire/base/types.h"
-#include "gradwire/exec/control/codec_time.h"
 #include "gradwire/exec/plan/plan.h"
 #include "gradwire/exec/plan/request.h"
 
 namespace gradwire::exec {
+
+// Seconds in a codec, on the threads that ran it.
+struct CodecTime {
+  double encode = 0;
+  double decode = 0;
+};
 
 // A part of a message of send and recv.
 struct MessagePart {

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -15,15 +14,6 @@ constexpr double kPublishSeconds = 1;
 constexpr std::uint64_t kNever = ~std::uint64_t{0};
 
 std::uint64_t nanoseconds(double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); }
-
-std::string name_of(Rank rank) { return "rank " + std::to_string(rank); }
-
-std::string whole_seconds(double seconds) {
-  std::ostringstream text;
-  text.precision(3);
-  text << seconds << " s";
-  return text.str();
-}
 
 // Returns "it waits for rank 1 to send segment 0 of round 3".
 std::string reason(const Wait& wait) {
@@ -110,7 +100,7 @@ void StallMonitor::log_stall(const Wait& wait, const ControlPlane& control) {
   const Rank end = lookup.end_of_chain(wait.peer);
   std::string line = name_of(rank_) + ": " + wait.spec + (call ? ", call " : ", message ") +
                      std::to_string(wait.number) + ", has not moved for " +
-                     whole_seconds(stall_seconds_) + ": " + reason(wait) + "; " +
+                     seconds_text(stall_seconds_) + ": " + reason(wait) + "; " +
                      lookup.describe(wait.peer);
   if (end != wait.peer) line += "; at the end of the chain, " + lookup.describe(end);
   log_(line + ". All ranks of a host: gradwire doctor --job");

@@ -46,13 +46,6 @@ void copy_text(Text& to, std::string_view from) noexcept {
   std::memcpy(to.data(), from.data(), from.size());
 }
 
-int ranks_on_host_of(const Identity& identity) {
-  for (const auto& host : identity.hosts)
-    if (std::find(host.begin(), host.end(), identity.rank) != host.end())
-      return static_cast<int>(host.size());
-  return identity.size;
-}
-
 void publish(std::uint64_t& word, std::uint64_t value) noexcept {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
@@ -131,7 +124,7 @@ Status::Status(const Identity& identity) : memory_(make_memory()), page_(map(mem
   page_->pid = ::getpid();
   page_->rank = identity.rank;
   page_->size = identity.size;
-  page_->local_size = ranks_on_host_of(identity);
+  page_->local_size = identity.ranks_on_host();
   page_->communicator = identity.communicator;
   page_->tag = identity.tag;
   copy_text(page_->job, identity.job);

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
@@ -78,13 +79,6 @@ void look_at(const std::string& pid, std::vector<RankStatus>& found) {
   });
 }
 
-std::string seconds_text(double seconds) {
-  std::ostringstream text;
-  text.precision(seconds < 10 ? 2 : 4);
-  text << seconds << " s";
-  return text.str();
-}
-
 std::string last_call(const StatusPage& page) {
   return page.current.calls == 0 ? "it has made no call yet"
                                  : "its last call was " + std::to_string(page.current.calls - 1);
@@ -99,7 +93,8 @@ std::string doing(const RankStatus& rank) {
   const StatusPage& page = rank.page;
   if (page.activity() == Activity::kFailed) return "failed: " + page.spec();
   if (page.activity() == Activity::kOutside)
-    return "has been outside gradwire for " + seconds_text(rank.seconds()) + "; " + last_call(page);
+    return "has been outside gradwire for " + seconds_text(std::round(10 * rank.seconds()) / 10) +
+           "; " + last_call(page);
   if (page.peer() == kNoPeer && page.activity() == Activity::kCall)
     return "is busy in " + operation_of(page);
   return "waits for" + whom(page) + " in " + operation_of(page);
@@ -132,8 +127,7 @@ std::string operation_of(const StatusPage& page) {
 }
 
 std::string describe(const RankStatus& rank) {
-  const std::string who =
-      "rank " + std::to_string(rank.page.rank) + " (process " + std::to_string(rank.pid) + ") ";
+  const std::string who = name_of(rank.page.rank) + " (process " + std::to_string(rank.pid) + ") ";
   if (!rank.stopped()) return who + doing(rank);
   return who + "is stopped (kill -CONT " + std::to_string(rank.pid) + " lets it go on)";
 }

@@ -106,7 +106,7 @@ std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) {
   if (!message) return std::nullopt;
   FrameHeader header;
   if (message->size() < sizeof header)
-    throw TransportError("rank " + std::to_string(peer) + " sent a frame without a header", peer);
+    throw TransportError(name_of(peer) + " sent a frame without a header", peer);
   std::memcpy(&header, message->data(), sizeof header);
   check(header, frame, peer, message->size() - sizeof header);
   return message->subspan(sizeof header);
@@ -216,7 +216,7 @@ void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::si
   const bool length_ok =
       call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
   if (header == expected && length_ok) return static_cast<void>(call_.requests |= requests);
-  const std::string who = "rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer);
+  const std::string who = name_of(call_.rank) + ": rank " + std::to_string(peer);
   if (header.magic != expected.magic || header.communicator != expected.communicator)
     throw TransportError(who + " sent something that is not a frame of this communicator", peer);
   if (header.operation != expected.operation || header.fingerprint != expected.fingerprint)
@@ -236,8 +236,8 @@ void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::si
 
 // Throws the Disagreement for a block of another size than this rank expects.
 void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const {
-  const std::string me = "rank " + std::to_string(call_.rank);
-  const std::string sender = "rank " + std::to_string(peer);
+  const std::string me = name_of(call_.rank);
+  const std::string sender = name_of(peer);
   const std::uint64_t expected = call_.plan->bytes_from(peer);
   std::string sent = "in " + std::to_string(header.segments) + " frames";
   if (header.segments == 1) sent = "of " + std::to_string(header.length) + " bytes";
@@ -320,7 +320,7 @@ void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
       consumed += land_part(part, in.subspan(consumed));
     if (consumed != in.size()) throw InvalidArgument("a frame is longer than its parts");
   } catch (const InvalidArgument& error) {  // the codec refuses a payload
-    throw TransportError("rank " + std::to_string(call_.rank) + ": rank " + std::to_string(peer) +
+    throw TransportError(name_of(call_.rank) + ": rank " + std::to_string(peer) +
                              " sent a payload that can't be decoded: " + error.what(),
                          peer);
   }

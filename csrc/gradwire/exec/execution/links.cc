@@ -8,7 +8,7 @@ namespace gradwire::exec {
 Links::Links(transport::Options options, transport::Contexts contexts)
     : options_(std::move(options)),
       contexts_(std::move(contexts)),
-      link_of_(static_cast<std::size_t>(options_.size), -1) {}
+      link_of_(at(options_.size), -1) {}
 
 std::unique_ptr<transport::Transport> Links::make(std::string_view transport) const {
   transport::Options options = options_;
@@ -18,14 +18,14 @@ std::unique_ptr<transport::Transport> Links::make(std::string_view transport) co
 }
 
 void Links::offer(std::string_view transport, transport::Connection connection, Rank peer) {
-  auto at = std::find_if(transports_.begin(), transports_.end(),
-                         [&](const auto& each) { return each->name() == transport; });
-  if (at == transports_.end()) {
-    at = transports_.insert(at, make(transport));
-    if ((*at)->doorbell() >= 0) doorbells_.push_back((*at)->doorbell());
+  auto found = std::ranges::find_if(transports_,
+                                    [&](const auto& each) { return each->name() == transport; });
+  if (found == transports_.end()) {
+    found = transports_.insert(found, make(transport));
+    if ((*found)->doorbell() >= 0) doorbells_.push_back((*found)->doorbell());
   }
-  (*at)->offer(std::move(connection), peer);
-  link_of_[static_cast<std::size_t>(peer)] = static_cast<int>(at - transports_.begin());
+  (*found)->offer(std::move(connection), peer);
+  link_of_[at(peer)] = static_cast<int>(found - transports_.begin());
 }
 
 bool Links::offered_all() const noexcept {
@@ -47,7 +47,7 @@ bool Links::flush() {
 
 Rank Links::full_peer() const {
   for (Rank peer = 0; peer < options_.size; ++peer)
-    if (link_of_[static_cast<std::size_t>(peer)] >= 0 && !is_flushed(peer)) return peer;
+    if (link_of_[at(peer)] >= 0 && !is_flushed(peer)) return peer;
   return kNoPeer;
 }
 

@@ -27,7 +27,7 @@ class Links {
   void complete(const WaitLimit& wait_limit);
   // Tells of a peer's end; see Transport::end.
   void end(Rank peer) noexcept {
-    if (link_of_[static_cast<std::size_t>(peer)] >= 0) at(peer).end(peer);
+    if (link_of_[at(peer)] >= 0) link(peer).end(peer);
   }
 
   std::size_t max_message() const noexcept { return options_.max_message; }
@@ -37,18 +37,18 @@ class Links {
 
   // All peers must be on one transport. A reserve() replaces a reservation that was not committed.
   Bytes reserve(std::span<const Rank> peers, std::size_t bytes) {
-    open_ = &at(peers[0]);
+    open_ = &link(peers[0]);
     return open_->reserve(peers, bytes);
   }
   // See Transport::copy.
   Copy copy() const noexcept { return open_->copy(); }
   void commit(std::size_t bytes) { open_->commit(bytes); }
-  std::optional<ConstBytes> peek(Rank peer) { return at(peer).peek(peer); }
-  void release(Rank peer) { at(peer).release(peer); }
+  std::optional<ConstBytes> peek(Rank peer) { return link(peer).peek(peer); }
+  void release(Rank peer) { link(peer).release(peer); }
 
   // Returns whether all staged bytes are out of this process's hands.
   bool flush();
-  bool is_flushed(Rank peer) const { return at(peer).is_flushed(peer); }
+  bool is_flushed(Rank peer) const { return link(peer).is_flushed(peer); }
   // Returns some peer whose socket is full, or kNoPeer.
   Rank full_peer() const;
   void arm();
@@ -56,9 +56,7 @@ class Links {
   const std::vector<int>& doorbells() const noexcept { return doorbells_; }
 
  private:
-  transport::Transport& at(Rank peer) const {
-    return *transports_[static_cast<std::size_t>(link_of_[static_cast<std::size_t>(peer)])];
-  }
+  transport::Transport& link(Rank peer) const { return *transports_[at(link_of_[at(peer)])]; }
 
   std::unique_ptr<transport::Transport> make(std::string_view transport) const;
 

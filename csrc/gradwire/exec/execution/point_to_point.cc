@@ -148,7 +148,7 @@ bool PointToPoint::receive_own() {
 }
 
 InvalidArgument PointToPoint::wrong_size(const Transfer& transfer, Rank sender) const {
-  return InvalidArgument("rank " + std::to_string(rank_) + ": rank " + std::to_string(sender) +
+  return InvalidArgument(name_of(rank_) + ": rank " + std::to_string(sender) +
                          " sent a message of another size than the " +
                          std::to_string(transfer.size) +
                          " bytes that recv() expects; send and recv must agree on the size");
@@ -156,8 +156,7 @@ InvalidArgument PointToPoint::wrong_size(const Transfer& transfer, Rank sender) 
 
 void PointToPoint::land(Transfer& transfer, ConstBytes message) {
   FrameHeader header, expected = header_of(transfer, received_[at(transfer.peer)]);
-  const std::string who =
-      "rank " + std::to_string(rank_) + ": rank " + std::to_string(transfer.peer) + " sent ";
+  const std::string who = name_of(rank_) + ": rank " + std::to_string(transfer.peer) + " sent ";
   if (message.size() < sizeof header)
     throw TransportError(who + "a frame without a header", transfer.peer);
   std::memcpy(&header, message.data(), sizeof header);

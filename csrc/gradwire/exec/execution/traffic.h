@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "gradwire/exec/control/codec_time.h"
+#include "gradwire/exec/control/observer.h"
 
 namespace gradwire::exec {
 

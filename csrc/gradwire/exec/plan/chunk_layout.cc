@@ -18,7 +18,7 @@ ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, s
     : unit_(unit), counts_(counts), extent_units_{0} {
   for (std::uint64_t count : counts)
     extent_units_.push_back(extent_units_.back() + (count + unit - 1) / unit);
-  const auto parts = static_cast<std::size_t>(chunks);
+  const auto parts = at(chunks);
   const std::size_t total = extent_units_.back(), each = counts.size() / parts;
   for (std::size_t c = 0; c < parts; ++c) {
     begins_.push_back(chunks_are_extents ? extent_units_[c * each] : even_cut(total, c, parts));
@@ -28,9 +28,9 @@ ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, s
 }
 
 void ChunkLayout::append(int chunk, int segment, int segments, std::vector<Piece>& out) const {
-  const auto s = static_cast<std::size_t>(segment);
-  const auto all = static_cast<std::size_t>(segments);
-  const std::size_t begin = begins_[index(chunk)];
+  const auto s = at(segment);
+  const auto all = at(segments);
+  const std::size_t begin = begins_[at(chunk)];
   append_units(begin + even_cut(units(chunk), s, all), begin + even_cut(units(chunk), s + 1, all),
                out);
 }

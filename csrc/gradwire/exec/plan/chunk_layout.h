@@ -23,10 +23,9 @@ class ChunkLayout {
   // Appends the pieces of segment `segment` of `segments` of a chunk, in order.
   void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;
 
-  std::size_t units(int chunk) const { return ends_[index(chunk)] - begins_[index(chunk)]; }
+  std::size_t units(int chunk) const { return ends_[at(chunk)] - begins_[at(chunk)]; }
 
  private:
-  static std::size_t index(int chunk) { return static_cast<std::size_t>(chunk); }
   void append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const;
 
   std::size_t unit_;

@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/plan/gather_algorithm.h"
-#include "gradwire/exec/plan/plan.h"
 
 namespace gradwire::exec {
 namespace {
+
+constexpr std::string_view kGatherName = "gather";
 
 bool is_plain(const Request& request) {
   return !request.codec || request.codec->combine() == codec::Combine::kPlain;
@@ -63,6 +63,28 @@ void check_lowrank(const Request& request) {
 
 // ---- Payloads ----------------------------------------------------------------------------------
 
+[[noreturn]] void refuse_to_add(const Request& request, const std::string& what,
+                                const std::string& remedy) {
+  const std::string codec =
+      request.codec ? request.codec->name() : std::string(request.codec_label);
+  throw ScheduleError("codec '" + codec + "': payloads that are gathered are not added on their " +
+                      "way, as " + what + " would do; " + remedy);
+}
+
+// Returns the algorithm of the all_gather of a request whose payloads are gathered. Throws
+// ScheduleError if the request wants them to travel otherwise.
+std::string_view checked_gather_algorithm(const Request& request) {
+  const std::string_view algorithm = request.algorithm;
+  if (request.schedule != nullptr)
+    refuse_to_add(request, "schedule '" + request.schedule->name + "'",
+                  request.payloads ? "leave the schedule out" : "give the schedule or 'gather'");
+  if (algorithm == "auto") return algorithm;
+  if (!is_gather(algorithm))
+    refuse_to_add(request, "algorithm '" + std::string(algorithm) + "'",
+                  "use auto, gather or gather(ring)");
+  return gather_algorithm(algorithm);
+}
+
 // Returns whether payloads are gathered. By "auto" that is only for a sum that all ranks want: for
 // others a schedule sends fewer bytes, and encodes no more often. Most transports between GPUs send
 // payloads whole, so that gathering those of several peers does not pay there.
@@ -78,7 +100,7 @@ std::string_view algorithm_of_gather(const Request& request) {
     throw ScheduleError(std::string(name_of(request.collective)) + " by '" +
                         std::string(request.algorithm) + "': without codec only all_reduce " +
                         "gathers; use auto" + (reduces(request.collective) ? ", or a codec" : ""));
-  return gather_algorithm(request);
+  return checked_gather_algorithm(request);
 }
 
 // ---- Native collectives ------------------------------------------------------------------------
@@ -154,9 +176,19 @@ std::string_view algorithm_of_plan(const Request& request, const GpuLinks& links
 
 }  // namespace
 
+bool is_gather(std::string_view algorithm) {
+  return algorithm == kGatherName || (algorithm.starts_with("gather(") && algorithm.ends_with(')'));
+}
+
+std::string_view gather_algorithm(std::string_view algorithm) {
+  if (algorithm == kGatherName) return "auto";
+  constexpr std::size_t kOpening = kGatherName.size() + 1;
+  return algorithm.substr(kOpening, algorithm.size() - kOpening - 1);
+}
+
 Decision decide(const Request& request, bool feeds_back, const GpuLinks& links) {
   check_types(request, links);
-  if (request.payloads) return {Method::kExchange, gather_algorithm(request)};
+  if (request.payloads) return {Method::kExchange, checked_gather_algorithm(request)};
   if (request.codec && request.codec->combine() == codec::Combine::kCompound) {
     check_lowrank(request);
     return {Method::kLowRank, request.algorithm};

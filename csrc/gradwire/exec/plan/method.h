@@ -32,6 +32,12 @@ struct Decision {
   bool operator==(const Decision&) const = default;
 };
 
+// Returns whether an algorithm gathers payloads, or plain arrays, and lets every rank add them up:
+// "gather", or "gather(ring)" with the algorithm of the all_gather.
+bool is_gather(std::string_view algorithm);
+// Returns "ring" of "gather(ring)", or "auto".
+std::string_view gather_algorithm(std::string_view algorithm);
+
 // Decides the method of a call, which feeds back or not. Throws InvalidArgument or ScheduleError if
 // the request is not possible; for kPlan, PlanCache::find() says the rest.
 Decision decide(const Request& request, bool feeds_back, const GpuLinks& links = {});

@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/exec/plan/built_in_model.h"
-#include "gradwire/exec/plan/gather_algorithm.h"
+#include "gradwire/exec/plan/method.h"
 #include "gradwire/schedule/generators.h"
 #include "gradwire/schedule/verify.h"
+#include "gradwire/transport/transport.h"
 
 namespace gradwire::exec {
 namespace {
@@ -68,6 +68,20 @@ double size_class(double bytes) {
 }
 
 }  // namespace
+
+schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores) {
+  schedule::CostModel model =
+      schedule::default_model(transport::transport_kind(within).within_host,
+                              transport::transport_kind(between).between_hosts, cores);
+  for (const std::string_view name : codec::codec_names()) {
+    const auto codec = codec::make_codec(name);
+    // Other codecs encode nothing: arrays travel as they are, or as collectives of plain arrays.
+    if (codec->combine() != codec::Combine::kReencode) continue;
+    const auto [encode, decode] = codec->seconds_per_byte();
+    model.codecs.insert_or_assign(std::string(name), schedule::CodecCost{encode, decode});
+  }
+  return model;
+}
 
 PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
   set_model(built_in_model("shm", "tcp", setting_.size));
@@ -175,7 +189,7 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   binding.folds = folds(request, choice.algorithm);
   binding.counts = counts_;
   if (binding.folds)
-    binding.counts.assign(static_cast<std::size_t>(setting_.size),
+    binding.counts.assign(at(setting_.size),
                           std::accumulate(counts_.begin(), counts_.end(), std::uint64_t{0}));
   OpSpec& spec = binding.spec;
   spec = spec_of(request);

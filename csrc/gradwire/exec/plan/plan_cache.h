@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "gradwire/exec/plan/plan.h"
@@ -12,6 +13,11 @@
 #include "gradwire/schedule/cost.h"
 
 namespace gradwire::exec {
+
+// Returns schedule::default_model() with what the transports that connect ranks of one host and of
+// different hosts, and each codec, say of their own speed: the model by which algorithms are chosen
+// until the ranks have measured one. Throws InvalidArgument for an unknown transport.
+schedule::CostModel built_in_model(std::string_view within, std::string_view between, int cores);
 
 // Adds the codec's time, and the bytes that it leaves, to the question. A plain codec adds nothing.
 void ask_for(const codec::Codec& codec, const schedule::CostModel& model,

@@ -34,38 +34,19 @@ void require_equal_counts(const Request& request) {
                           " elements, its input " + std::to_string(in[i].count));
 }
 
-// Throws unless one side has a block for each rank and the other side one array, as long as this
-// rank's block.
-void require_blocks(const Request& request, std::span<const Array> blocks, const char* which) {
-  const Rank rank = request.rank;
-  if (blocks.size() != at(request.size))
-    refuse(request, std::string("needs one ") + which + " block for each of the " +
-                        std::to_string(request.size) + " ranks, got " +
-                        std::to_string(blocks.size()));
-  const bool blocks_are_inputs = blocks.data() == request.inputs.data();
-  const auto& other = blocks_are_inputs ? request.outputs : request.inputs;
-  const std::size_t own = other.size() == 1 ? 0 : at(rank);
-  if (other[own].count != blocks[at(rank)].count)
-    refuse(request, std::string("this rank's ") + which + " block has " +
-                        std::to_string(blocks[at(rank)].count) +
-                        " elements, the array on the other side " +
-                        std::to_string(other[own].count));
-}
-
-// Does the same for several arrays: each rank's block is a run of as many arrays as the other side
-// has.
-void require_runs(const Request& request, std::span<const Array> blocks,
-                  std::span<const Array> own) {
-  const Rank rank = request.rank;
+// Throws unless one side has a block of each array for each rank, those of rank 0 first, and the
+// other side arrays as long as this rank's blocks.
+void require_blocks(const Request& request, std::span<const Array> blocks,
+                    std::span<const Array> own) {
   if (own.empty() || blocks.size() != own.size() * at(request.size))
     refuse(request, "needs a block of each array for each of the " + std::to_string(request.size) +
                         " ranks, got " + std::to_string(blocks.size()) + " blocks of " +
                         std::to_string(own.size()) + " arrays");
   for (std::size_t i = 0; i < own.size(); ++i)
-    if (own[i].count != blocks[at(rank) * own.size() + i].count)
+    if (const auto count = blocks[at(request.rank) * own.size() + i].count; own[i].count != count)
       refuse(request, "this rank's block of array " + std::to_string(i) + " has " +
-                          std::to_string(blocks[at(rank) * own.size() + i].count) +
-                          " elements, the array on the other side " + std::to_string(own[i].count));
+                          std::to_string(count) + " elements, the array on the other side " +
+                          std::to_string(own[i].count));
 }
 
 void require_one(const Request& request, std::span<const Array> arrays, const char* which) {
@@ -126,26 +107,27 @@ void check_arrays(const Request& request) {
     case Collective::kAllReduce:
       return require_equal_counts(request);
     case Collective::kReduce:
-      if (root) require_equal_counts(request);
-      return;
     case Collective::kBroadcast:
       if (root) require_equal_counts(request);
       return;
     case Collective::kReduceScatter:
-      return require_runs(request, in, out);
+      return require_blocks(request, in, out);
     case Collective::kAllGather:
-      return require_runs(request, out, in);
+      return require_blocks(request, out, in);
     case Collective::kGather:
       require_one(request, in, "input");
-      if (root) require_blocks(request, out, "output");
+      if (root) require_blocks(request, out, in);
       return;
     case Collective::kScatter:
       require_one(request, out, "output");
-      if (root) require_blocks(request, in, "input");
+      if (root) require_blocks(request, in, out);
       return;
     case Collective::kAllToAll:
-      if (out.size() != in.size()) refuse(request, "needs as many output blocks as input blocks");
-      return require_blocks(request, in, "input");
+      if (in.size() != at(request.size) || out.size() != in.size())
+        refuse(request, "needs an input and an output block for each of the " +
+                            std::to_string(request.size) + " ranks, got " +
+                            std::to_string(in.size()) + " and " + std::to_string(out.size()));
+      return require_blocks(request, in, out.subspan(at(request.rank), 1));
   }
 }
 

@@ -17,8 +17,6 @@ using schedule::Cut;
 using schedule::Edge;
 using schedule::Schedule;
 
-std::size_t at(int i) { return static_cast<std::size_t>(i); }
-
 std::size_t chunks_of(const Edge& edge) { return at(edge.chunks.size()); }
 
 std::size_t shares(std::size_t all, std::size_t parts) { return (all + parts - 1) / parts; }

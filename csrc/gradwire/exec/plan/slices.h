@@ -26,7 +26,7 @@ class Slices {
   static Slices by_chunk(int chunks, const ChunkLayout& layout, std::size_t units_in_room);
 
   int segments() const noexcept { return segments_; }
-  int of(int chunk) const { return slices_[static_cast<std::size_t>(chunk)]; }
+  int of(int chunk) const { return slices_[at(chunk)]; }
   int most() const noexcept { return most_; }  // of any chunk
 
   int segment_of(int chunk, int slice) const { return (begin(chunk) + slice) % segments_; }
@@ -35,13 +35,10 @@ class Slices {
     return (static_cast<int>(segment) - begin(chunk) + segments_) % segments_;
   }
   // Returns the place of a slice in a list of all, which has `most()` for each chunk.
-  std::size_t index(int chunk, int slice) const {
-    return static_cast<std::size_t>(chunk) * static_cast<std::size_t>(most_) +
-           static_cast<std::size_t>(slice);
-  }
+  std::size_t index(int chunk, int slice) const { return at(chunk) * at(most_) + at(slice); }
 
  private:
-  int begin(int chunk) const { return begins_[static_cast<std::size_t>(chunk)]; }
+  int begin(int chunk) const { return begins_[at(chunk)]; }
 
   int segments_ = 1;
   int most_ = 1;

@@ -7,6 +7,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/codec/feedback/residuals.h"
 #include "gradwire/codec/reduction/average.h"
+#include "gradwire/exec/control/identity.h"
 #include "gradwire/exec/program/cpu_device.h"
 
 namespace gradwire::exec {
@@ -67,7 +68,7 @@ void CpuDevice::encode(std::span<const Extent> extents) {
 
 void CpuDevice::add_up(std::span<const Extent> extents) {
   const Stopwatch stopwatch(spent_.decode);
-  starts_.assign(static_cast<std::size_t>(original_.size), table_bytes(extents.size()));
+  starts_.assign(at(original_.size), table_bytes(extents.size()));
   parts_.resize(starts_.size());
   for (const Extent& each : extents) {
     for (Rank r = 0; r < original_.size; ++r) take_part(r, each.index);
@@ -78,7 +79,7 @@ void CpuDevice::add_up(std::span<const Extent> extents) {
 
 // Takes a rank's part of an extent. Its length is not trusted: it is checked, and loaded once.
 void CpuDevice::take_part(Rank from, std::size_t extent) {
-  const auto r = static_cast<std::size_t>(from);
+  const auto r = at(from);
   const ConstBytes all = payloads_.of(from);
   std::uint32_t length = 0;
   if (all.size() >= table_bytes(program_.counts().size()))
@@ -91,8 +92,7 @@ void CpuDevice::take_part(Rank from, std::size_t extent) {
 
 void CpuDevice::check_ends() const {
   for (Rank r = 0; r < original_.size; ++r)
-    if (starts_[static_cast<std::size_t>(r)] != payloads_.of(r).size())
-      refuse(r, "it is longer than its parts");
+    if (starts_[at(r)] != payloads_.of(r).size()) refuse(r, "it is longer than its parts");
 }
 
 // Sums an extent's parts.
@@ -110,7 +110,7 @@ void CpuDevice::sum(const Extent& extent) {
 Rank CpuDevice::blame(std::size_t count) const {
   std::vector<float> scratch(count);
   for (Rank r = 0; r < original_.size; ++r) {
-    const ConstBytes part = parts_[static_cast<std::size_t>(r)];
+    const ConstBytes part = parts_[at(r)];
     try {
       if (original_.codec->decode(part, scratch.data(), count).bytes != part.size()) return r;
     } catch (const InvalidArgument&) {
@@ -121,7 +121,7 @@ Rank CpuDevice::blame(std::size_t count) const {
 }
 
 void CpuDevice::refuse(Rank from, const std::string& why) const {
-  throw TransportError("rank " + std::to_string(original_.rank) + ": rank " + std::to_string(from) +
+  throw TransportError(name_of(original_.rank) + ": rank " + std::to_string(from) +
                            " sent a payload that can't be decoded: " + why,
                        from);
 }

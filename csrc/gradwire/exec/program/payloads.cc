@@ -6,6 +6,7 @@
 #include <string>
 
 #include "gradwire/base/error.h"
+#include "gradwire/exec/control/identity.h"
 
 namespace gradwire::exec {
 namespace {
@@ -21,17 +22,17 @@ std::size_t round_up(std::size_t bytes) {
 
 void Payloads::start(const Request& phase) {
   phase_ = phase;
-  headers_.resize(static_cast<std::size_t>(phase.size));
+  headers_.resize(at(phase.size));
   outputs_.resize(headers_.size());
   phase_.inputs = {&input_, 1};
   phase_.outputs = outputs_;
 }
 
 const Request& Payloads::lengths(std::size_t own_bytes, bool flag) {
-  headers_[static_cast<std::size_t>(phase_.rank)] = {own_bytes, flag};
+  headers_[at(phase_.rank)] = {own_bytes, flag};
   for (std::size_t r = 0; r < outputs_.size(); ++r)
     outputs_[r] = {reinterpret_cast<std::byte*>(&headers_[r]), sizeof(Header)};
-  input_ = outputs_[static_cast<std::size_t>(phase_.rank)];
+  input_ = outputs_[at(phase_.rank)];
   return phase_;
 }
 
@@ -39,7 +40,7 @@ const Request& Payloads::bytes(std::size_t limit) {
   std::size_t longest = 0;
   for (Rank r = 0; r < phase_.size; ++r) {
     if (header(r).length > limit)
-      throw TransportError("rank " + std::to_string(phase_.rank) + ": rank " + std::to_string(r) +
+      throw TransportError(name_of(phase_.rank) + ": rank " + std::to_string(r) +
                                " announced a payload of " + std::to_string(header(r).length) +
                                " bytes; its codec makes " + std::to_string(limit) + " at most",
                            r);
@@ -50,7 +51,7 @@ const Request& Payloads::bytes(std::size_t limit) {
   if (blocks_.size() < total) blocks_.resize(total);
   for (std::size_t r = 0; r < outputs_.size(); ++r)
     outputs_[r] = {blocks_.data() + r * block_, block_};
-  input_ = outputs_[static_cast<std::size_t>(phase_.rank)];
+  input_ = outputs_[at(phase_.rank)];
   const std::size_t used = header(phase_.rank).length;
   if (used > 0) std::memcpy(input_.data, own_.data(), used);
   std::memset(input_.data + used, 0, block_ - used);
@@ -58,7 +59,7 @@ const Request& Payloads::bytes(std::size_t limit) {
 }
 
 ConstBytes Payloads::of(Rank rank) const {
-  return ConstBytes(blocks_).subspan(static_cast<std::size_t>(rank) * block_, header(rank).length);
+  return ConstBytes(blocks_).subspan(at(rank) * block_, header(rank).length);
 }
 
 bool Payloads::all_flagged() const {

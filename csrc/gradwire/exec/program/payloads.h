@@ -33,7 +33,7 @@ class Payloads {
     std::uint64_t length = 0;
     std::uint64_t flag = 0;
   };
-  const Header& header(Rank rank) const { return headers_[static_cast<std::size_t>(rank)]; }
+  const Header& header(Rank rank) const { return headers_[at(rank)]; }
 
   Request phase_;
   std::vector<std::byte> own_;

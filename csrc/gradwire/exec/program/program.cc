@@ -83,7 +83,7 @@ float* Program::output(std::size_t array, std::size_t offset) const {
   const Request& request = *request_;
   if (request.collective == Collective::kReduce && request.rank != request.root) return nullptr;
   if (request.collective == Collective::kReduceScatter) {
-    if (array != static_cast<std::size_t>(request.rank)) return nullptr;
+    if (array != at(request.rank)) return nullptr;
     array = 0;
   }
   return reinterpret_cast<float*>(request.outputs[array].data) + offset;

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "gradwire/codec/factors.h"
-#include "gradwire/exec/execution/key_offsets.h"
+#include "gradwire/exec/execution/feedback_view.h"
 #include "gradwire/exec/plan/method.h"
 
 namespace gradwire::exec {

@@ -52,8 +52,6 @@ class Recorder final : public Observer {
   std::uint64_t at(Clock::time_point time) const noexcept;
   std::uint64_t now() const noexcept { return at(Clock::now()); }
   void wait_until(std::uint64_t end, Rank peer, std::uint8_t flags) noexcept;
-  void add_frame(EventKind kind, std::uint8_t flags, const Plan& plan, const Frame& frame,
-                 Rank peer, std::size_t bytes) noexcept;
   void charge(Event& event, const CodecTime& spent) noexcept;
   void finish_work(Event& event) noexcept;
   bool describe(std::uint64_t label, const std::string& text) noexcept;
