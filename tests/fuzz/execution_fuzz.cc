@@ -118,7 +118,7 @@ void collective(std::string_view algorithm, std::string_view codec, bool exact,
     const auto at = static_cast<std::size_t>(rank);
     exec::Execution::Call call;
     call.plan = &plans[at];
-    call.extents = {&extents[at], 1};
+    call.arrays = {&extents[at], 1};
     call.rank = rank;
     call.communicator = kCommunicator;
     call.operation = 3;

@@ -28,9 +28,9 @@ void plan(const Schedule& schedule, bool in_tree, Rank rank) {
   const exec::Plan made(schedule, binding);
   const auto check = [&made](const auto& frames) {
     for (const exec::Frame& frame : frames)
-      for (const exec::Part& part : made.parts(frame))
-        for (const exec::Piece& piece : made.pieces(part))
-          require(piece.extent == 0 && piece.offset + piece.count <= 1000);
+      for (const exec::Chunk& chunk : made.chunks(frame))
+        for (const exec::Span& span : made.spans(chunk))
+          require(span.array == 0 && span.offset + span.count <= 1000);
   };
   check(made.sends());
   check(made.receives());

@@ -218,7 +218,7 @@ void bind_end(CommunicatorClass& c) {
         py::arg("alone") = true, WithoutLock())
       .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none(),
            py::arg("alone") = true)
-      .def("settled", on_core<&exec::Communicator::settled>, WithoutLock())
+      .def("settled", on_core<&exec::Communicator::is_confirmed>, WithoutLock())
       .def("drop", on_core<&exec::Communicator::drop>, WithoutLock())
       .def("check_failure", on_core<&exec::Communicator::check_failure, double>, py::arg("seconds"),
            WithoutLock())

@@ -109,7 +109,7 @@ const exec::Request* GpuDevice::vote() {
   return &phase_;
 }
 
-void GpuDevice::settle() {
+void GpuDevice::finish() {
   const bool factored = program_.decision().method == exec::Method::kLowRank;
   if (table_ != nullptr) look_for_failure();
   if (factored || has_voted_) poison();
@@ -129,9 +129,9 @@ void GpuDevice::poison() {
 
 // ---- Runs --------------------------------------------------------------------------------------
 
-std::span<const Run> GpuDevice::runs_of(std::span<const exec::Extent> extents) {
+std::span<const Run> GpuDevice::runs_of(std::span<const exec::SummedArray> extents) {
   runs_.clear();
-  for (const exec::Extent& each : extents) {
+  for (const exec::SummedArray& each : extents) {
     const ExtentFeedback& feedback = extent_feedback_[each.index];
     runs_.push_back({.x = each.x,
                      .y = each.y,
@@ -143,7 +143,7 @@ std::span<const Run> GpuDevice::runs_of(std::span<const exec::Extent> extents) {
   return runs_;
 }
 
-void GpuDevice::deliver(std::span<const exec::Extent> extents) {
+void GpuDevice::deliver(std::span<const exec::SummedArray> extents) {
   const auto runs = runs_of(extents);
   if (feedback_ != nullptr)
     return check(api_, api_.deliver_runs(runs.data(), count(runs), stream_), "delivering");
@@ -153,15 +153,15 @@ void GpuDevice::deliver(std::span<const exec::Extent> extents) {
             "cudaMemcpyAsync");
 }
 
-void GpuDevice::mark(std::span<const exec::Extent> extents) {
+void GpuDevice::mark(std::span<const exec::SummedArray> extents) {
   const auto runs = runs_of(extents);
   const auto& codec = program_.request().codec;
   check(api_, api_.mark_runs(runs.data(), count(runs), codec ? codec->unit() : 1, flags_, stream_),
         "marking");
 }
 
-void GpuDevice::average(std::span<const exec::Extent> extents) {
-  for (const exec::Extent& each : extents)
+void GpuDevice::average(std::span<const exec::SummedArray> extents) {
+  for (const exec::SummedArray& each : extents)
     check(api_,
           api_.scale(static_cast<int>(DType::kFloat32), each.y, 1.0 / program_.request().size,
                      each.count, stream_),
@@ -196,13 +196,13 @@ const exec::Request* GpuDevice::run_plan() {
   operation_.bind(request, stream_);
   const exec::BufferMap& places = operation_.buffer_map();
   if (codec_ != nullptr) {
-    prepare(runs_of(at(places.extents())));
+    prepare(runs_of(at(places.arrays())));
     operation_.run({codec_, extent_feedback_, scratch_, flags_}, {});
     adapt();
     return nullptr;
   }
   const bool folds = operation_.plan().folds();
-  if (feedback_ != nullptr) deliver(at(folds ? places.addends() : places.extents()));
+  if (feedback_ != nullptr) deliver(at(folds ? places.addends() : places.arrays()));
   operation_.run({}, {});
   for (std::size_t i = 0; i < places.sums().size() && i < own_.size(); ++i)
     own_[i].y = reinterpret_cast<float*>(places.sums()[i].data);
@@ -211,7 +211,7 @@ const exec::Request* GpuDevice::run_plan() {
 }
 
 // Returns the extents at these places, in place.
-std::span<const exec::Extent> GpuDevice::at(std::span<std::byte* const> places) {
+std::span<const exec::SummedArray> GpuDevice::at(std::span<std::byte* const> places) {
   own_.clear();
   for (std::size_t i = 0; i < places.size(); ++i) {
     auto* const data = reinterpret_cast<float*>(places[i]);
@@ -242,7 +242,7 @@ void GpuDevice::place_payloads() {
     blocks_.push_back({blocks + r * block_bytes_, block_bytes_});
 }
 
-void GpuDevice::encode(std::span<const exec::Extent> extents) {
+void GpuDevice::encode(std::span<const exec::SummedArray> extents) {
   place_payloads();
   runs_of(extents);
   for (std::size_t i = 0; i < extents.size(); ++i) runs_[i].payload = places_[i];
@@ -261,9 +261,9 @@ const exec::Request* GpuDevice::exchange_payloads() {
 }
 
 // A unit that is not finite is none before and after averaging.
-void GpuDevice::add_up(std::span<const exec::Extent> extents) {
+void GpuDevice::add_up(std::span<const exec::SummedArray> extents) {
   own_.assign(extents.begin(), extents.end());
-  std::erase_if(own_, [](const exec::Extent& each) { return each.y == nullptr; });
+  std::erase_if(own_, [](const exec::SummedArray& each) { return each.y == nullptr; });
   runs_of(own_);
   for (std::size_t i = 0; i < own_.size(); ++i) runs_[i].payload = places_[own_[i].index];
   Decoding how;
@@ -301,9 +301,9 @@ void GpuDevice::list_matrices(std::span<const exec::Matrix> matrices) {
   factored_.clear();
   for (const exec::Matrix& each : matrices) {
     factored_.push_back({.of = {each.of.rows, each.of.columns, each.of.rank},
-                         .x = each.extent.x,
-                         .y = each.extent.y,
-                         .run_feedback = extent_feedback_[each.extent.index].run_feedback,
+                         .x = each.array.x,
+                         .y = each.array.y,
+                         .run_feedback = extent_feedback_[each.array.index].run_feedback,
                          .p = each.left,
                          .room = columns_ + (each.left - room_.left),
                          .q = each.right,

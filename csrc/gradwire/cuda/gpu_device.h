@@ -34,16 +34,16 @@ class GpuDevice final : public exec::Device {
   const exec::Request* exchange_payloads() override;
   const exec::Request* vote() override;
   void run_native() override;
-  void deliver(std::span<const exec::Extent> extents) override;
-  void mark(std::span<const exec::Extent> extents) override;
-  void average(std::span<const exec::Extent> extents) override;
-  void encode(std::span<const exec::Extent> extents) override;
-  void add_up(std::span<const exec::Extent> extents) override;
+  void deliver(std::span<const exec::SummedArray> extents) override;
+  void mark(std::span<const exec::SummedArray> extents) override;
+  void average(std::span<const exec::SummedArray> extents) override;
+  void encode(std::span<const exec::SummedArray> extents) override;
+  void add_up(std::span<const exec::SummedArray> extents) override;
   FactorRoom take_factor_room(std::size_t left, std::size_t right) override;
   void make_left(std::span<const exec::Matrix> matrices) override;
   bool make_right(std::span<const exec::Matrix> matrices) override;
   void multiply(std::span<const exec::Matrix> matrices) override;
-  void settle() override;
+  void finish() override;
 
   void begin();
   void bind_feedback();
@@ -57,8 +57,8 @@ class GpuDevice final : public exec::Device {
   void list_matrices(std::span<const exec::Matrix> matrices);
   void look_for_failure();
   void poison();
-  std::span<const Run> runs_of(std::span<const exec::Extent> extents);
-  std::span<const exec::Extent> at(std::span<std::byte* const> places);
+  std::span<const Run> runs_of(std::span<const exec::SummedArray> extents);
+  std::span<const exec::SummedArray> at(std::span<std::byte* const> places);
   bool averages() const { return program_.request().op == ReduceOp::kAvg; }
   std::size_t size() const { return static_cast<std::size_t>(program_.request().size); }
   std::size_t rank() const { return static_cast<std::size_t>(program_.request().rank); }
@@ -87,7 +87,7 @@ class GpuDevice final : public exec::Device {
   bool has_voted_ = false;
   exec::Request phase_;
   exec::Array word_;  // of the vote
-  std::vector<exec::Extent> own_;
+  std::vector<exec::SummedArray> own_;
   std::vector<Run> runs_;
   // Gathered payloads: a block for each rank, in which each extent has a place.
   std::size_t block_bytes_ = 0;

@@ -5,9 +5,9 @@
 namespace gradwire::cuda {
 namespace {
 
-void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Piece>& pieces) {
-  for (const exec::Part& part : plan.parts(frame)) {
-    const auto its = plan.pieces(part);
+void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Span>& pieces) {
+  for (const exec::Chunk& part : plan.chunks(frame)) {
+    const auto its = plan.spans(part);
     pieces.insert(pieces.end(), its.begin(), its.end());
   }
 }
@@ -65,7 +65,7 @@ void DirectExchange::list_runs(const Execution::Call& call) {
   chunk_bytes_ = 0;
   for (Rank owner = 0; owner < size_; ++owner) {
     std::size_t bytes = 0;
-    for (const exec::Piece& piece : chunks_[at(owner)]) {
+    for (const exec::Span& piece : chunks_[at(owner)]) {
       auto& runs = owner == rank_ ? own_ : others_;
       runs.push_back(run_of(call, piece));
       runs.back().payload = runs.back().received = bytes;

@@ -32,7 +32,7 @@ class DirectExchange {
   const int size_;
   Room payloads_, received_;
   std::size_t chunk_bytes_ = 0;
-  std::vector<std::vector<exec::Piece>> chunks_;  // by the rank that owns them
+  std::vector<std::vector<exec::Span>> chunks_;  // by the rank that owns them
   std::vector<Run> own_, others_;
   std::uint64_t sent_ = 0;
 };

@@ -10,17 +10,17 @@
 namespace gradwire::cuda {
 namespace {
 
+using exec::Chunk;
 using exec::Frame;
-using exec::Part;
-using exec::Piece;
+using exec::Span;
 using exec::WideFold;
 
 constexpr std::size_t kNowhere = ~std::size_t{0};
 
-bool is_empty(const Part& part) { return part.pieces.first == part.pieces.last; }
+bool is_empty(const Chunk& part) { return part.spans.first == part.spans.last; }
 // Two parts that are not empty are of the same elements, or of different ones.
-bool same_elements(const Part& a, const Part& b) { return a.pieces.first == b.pieces.first; }
-bool is_wide(const Part& part) { return part.wide.place != WideFold::kNone; }
+bool same_elements(const Chunk& a, const Chunk& b) { return a.spans.first == b.spans.first; }
+bool is_wide(const Chunk& part) { return part.wide.place != WideFold::kNone; }
 
 }  // namespace
 
@@ -82,11 +82,11 @@ void Execution::place_store() {
   store_places_.clear();
   const auto note = [this](const auto& frames) {
     for (const Frame& frame : frames)
-      for (const Part& part : call_.plan->parts(frame)) {
+      for (const Chunk& part : call_.plan->chunks(frame)) {
         if (part.landing != schedule::Landing::kCopy || is_empty(part)) continue;
-        if (part.pieces.first >= store_places_.size())
-          store_places_.resize(part.pieces.first + 1, kNowhere);
-        store_places_[part.pieces.first] = payload_bytes(part);
+        if (part.spans.first >= store_places_.size())
+          store_places_.resize(part.spans.first + 1, kNowhere);
+        store_places_[part.spans.first] = payload_bytes(part);
       }
   };
   note(call_.plan->sends());
@@ -137,9 +137,9 @@ void Execution::place_sends(Sends sends) {
 void Execution::encode_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i) {
     auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
-    for (const Part& part : call_.plan->parts(sends[i])) {
-      if (part.finishes) encode(part, store_places_[part.pieces.first], {0, 0, true});
-      if (part.stored == exec::kNotStored) encode(part, at, {});
+    for (const Chunk& part : call_.plan->chunks(sends[i])) {
+      if (part.completes_sum) encode(part, store_places_[part.spans.first], {0, 0, true});
+      if (part.store_index == exec::kNotStored) encode(part, at, {});
       at += payload_bytes(part);
     }
   }
@@ -147,7 +147,7 @@ void Execution::encode_sends(Sends sends) {
 }
 
 // Adds a part to the launch, with what has arrived of it.
-void Execution::encode(const Part& part, std::size_t at, const Launch& alone) {
+void Execution::encode(const Chunk& part, std::size_t at, const Launch& alone) {
   if (is_empty(part)) return;
   Launch launch = alone;
   Landing* const received = pending(part);
@@ -159,7 +159,7 @@ void Execution::encode(const Part& part, std::size_t at, const Launch& alone) {
   if (!runs_.empty() && launch != launch_) start_encoding();
   launch_ = launch;
   std::size_t from = received == nullptr ? 0 : received->at;
-  for (const Piece& piece : call_.plan->pieces(part)) {
+  for (const Span& piece : call_.plan->spans(part)) {
     runs_.push_back(run_of(call_, piece));
     runs_.back().payload = at;
     runs_.back().received = from;
@@ -189,15 +189,15 @@ void Execution::pack_sends(Sends sends) {
 
 void Execution::pack(const Frame& frame, std::size_t at) {
   std::byte* to = arena_.data() + at;
-  for (const Part& part : call_.plan->parts(frame)) {
+  for (const Chunk& part : call_.plan->chunks(frame)) {
     if (lossy()) {
-      if (part.stored != exec::kNotStored && !is_empty(part))
+      if (part.store_index != exec::kNotStored && !is_empty(part))
         folds_.push_back(
-            {store_.data() + store_places_[part.pieces.first], to, payload_bytes(part), 0});
+            {store_.data() + store_places_[part.spans.first], to, payload_bytes(part), 0});
       to += payload_bytes(part);
       continue;
     }
-    for (const Piece& piece : call_.plan->pieces(part)) {
+    for (const Span& piece : call_.plan->spans(part)) {
       folds_.push_back({address(piece), to, bytes_of(piece), 0});
       to += bytes_of(piece);
     }
@@ -225,12 +225,12 @@ void Execution::receive(const Frame& frame, Sends sends) {
   std::size_t at = in_place ? 0 : take(bytes);
   if (!in_place) place = arena_.data() + at;
   messages_->receive(place, bytes, call_.plan->peers(frame)[0], layout_of(frame));
-  for (const Part& part : call_.plan->parts(frame)) {
+  for (const Chunk& part : call_.plan->chunks(frame)) {
     if (is_empty(part)) continue;
     const bool finished = lossy() && part.landing == schedule::Landing::kCopy;
     if (finished) results_.push_back(&part);
     if (finished && !in_place)
-      folds_.push_back({arena_.data() + at, store_.data() + store_places_[part.pieces.first],
+      folds_.push_back({arena_.data() + at, store_.data() + store_places_[part.spans.first],
                         payload_bytes(part), 0});
     if (!finished && !in_place) note(part, at);
     at += payload_bytes(part);
@@ -239,7 +239,7 @@ void Execution::receive(const Frame& frame, Sends sends) {
 
 // Notes a part that arrives in the arena. Addends of the same part are added by one launch, if they
 // lie evenly there, and belong to one sum.
-void Execution::note(const Part& part, std::size_t at) {
+void Execution::note(const Chunk& part, std::size_t at) {
   const bool adds = part.landing == schedule::Landing::kReduce;
   const auto before = std::find_if(arrived_.rbegin(), arrived_.rend(), [&](const Landing& each) {
     return same_elements(*each.part, part);
@@ -257,7 +257,7 @@ void Execution::note(const Part& part, std::size_t at) {
 }
 
 // Returns the one landing of a part that an encoder can add; null if there is none.
-Execution::Landing* Execution::pending(const Part& part) {
+Execution::Landing* Execution::pending(const Chunk& part) {
   if (pending_in_turn_) return nullptr;
   const auto found = std::ranges::find_if(
       pending_, [&](const Landing& each) { return same_elements(*each.part, part); });
@@ -284,7 +284,7 @@ void Execution::land(const Landing& landing, bool averages) {
   if (!(runs_.empty() && folds_.empty()) && launch != launch_) start_landing();
   launch_ = launch;
   std::size_t at = landing.at;
-  for (const Piece& piece : call_.plan->pieces(*landing.part)) {
+  for (const Span& piece : call_.plan->spans(*landing.part)) {
     if (lossy()) {
       runs_.push_back(run_of(call_, piece));
       runs_.back().payload = at;
@@ -318,7 +318,7 @@ void Execution::fold_wide(const Landing& landing) {
     float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(first);
     std::size_t at = landing.at + static_cast<std::size_t>(j) * landing.stride;
     wide_runs_.clear();
-    for (const Piece& piece : plan.pieces(*landing.part)) {
+    for (const Span& piece : plan.spans(*landing.part)) {
       wide_runs_.push_back({begins ? address(piece) : nullptr, sum, ends ? address(piece) : nullptr,
                             piece.count, at});
       sum += piece.count;
@@ -337,9 +337,9 @@ void Execution::fold_wide(const Landing& landing) {
 // Averages finished sums to which nothing was added in the round before.
 void Execution::average(Sends sends) {
   for (const Frame& frame : sends)
-    for (const Part& part : call_.plan->parts(frame))
-      if (part.finishes && !(averages_with_folds() && pending(part) != nullptr))
-        for (const Piece& piece : call_.plan->pieces(part))
+    for (const Chunk& part : call_.plan->chunks(frame))
+      if (part.completes_sum && !(averages_with_folds() && pending(part) != nullptr))
+        for (const Span& piece : call_.plan->spans(part))
           folds_.push_back({address(piece), address(piece), piece.count, 0});
   fold({0, 0, true});
 }
@@ -347,9 +347,9 @@ void Execution::average(Sends sends) {
 // Decodes the finished payloads, all of which are in the store by now.
 void Execution::decode_results() {
   runs_.clear();
-  for (const Part* part : results_) {
-    std::size_t at = store_places_[part->pieces.first];
-    for (const Piece& piece : call_.plan->pieces(*part)) {
+  for (const Chunk* part : results_) {
+    std::size_t at = store_places_[part->spans.first];
+    for (const Span& piece : call_.plan->spans(*part)) {
       runs_.push_back(run_of(call_, piece));
       runs_.back().payload = at;
       at += call_.codec->payload_bytes(piece.count);
@@ -364,10 +364,10 @@ void Execution::decode_results() {
 
 // Finishes results that only this rank has, and never encoded: all of the residual is delivered.
 void Execution::finish_here(bool is_averaged) {
-  const std::vector<Piece>& pieces = call_.plan->finished_here();
+  const std::vector<Span>& pieces = call_.plan->finished_here();
   if (pieces.empty()) return;
   if (lossy()) {
-    for (const Piece& piece : pieces) runs_.push_back(run_of(call_, piece));
+    for (const Span& piece : pieces) runs_.push_back(run_of(call_, piece));
     const int count = static_cast<int>(runs_.size());
     check(api_, api_.deliver_runs(runs_.data(), count, stream_), "delivering");
     check(api_,
@@ -376,7 +376,7 @@ void Execution::finish_here(bool is_averaged) {
     runs_.clear();
   }
   if (is_averaged || call_.plan->divisor() == 1) return;
-  for (const Piece& piece : pieces)
+  for (const Span& piece : pieces)
     folds_.push_back({address(piece), address(piece), piece.count, 0});
   fold({0, 0, true});
 }
@@ -397,12 +397,12 @@ void Execution::fold(const Launch& launch) {
 
 // Returns whether the pieces that arrived last are all of those that this rank finishes for itself.
 bool Execution::are_finished_here() const {
-  const std::vector<Piece>& finished = call_.plan->finished_here();
+  const std::vector<Span>& finished = call_.plan->finished_here();
   if (finished.empty() || !averages_with_folds()) return false;
-  const auto key = [](const Piece& piece) { return std::tuple(piece.extent, piece.offset); };
-  std::vector<Piece> landed;
+  const auto key = [](const Span& piece) { return std::tuple(piece.array, piece.offset); };
+  std::vector<Span> landed;
   for (const Landing& each : pending_) {
-    const auto pieces = call_.plan->pieces(*each.part);
+    const auto pieces = call_.plan->spans(*each.part);
     if (each.addends == 0 || is_wide(*each.part)) return false;
     landed.insert(landed.end(), pieces.begin(), pieces.end());
   }
@@ -420,26 +420,25 @@ bool Execution::averages_with_folds() const {
 }
 
 // Returns whether this rank finishes a pending part's sum when it sends that in this round.
-bool Execution::is_finished(const Part& part, Sends sends) {
+bool Execution::is_finished(const Chunk& part, Sends sends) {
   if (pending(part) == nullptr) return false;
   for (const Frame& frame : sends)
-    for (const Part& sent : call_.plan->parts(frame))
-      if (sent.finishes && !is_empty(sent) && same_elements(sent, part)) return true;
+    for (const Chunk& sent : call_.plan->chunks(frame))
+      if (sent.completes_sum && !is_empty(sent) && same_elements(sent, part)) return true;
   return false;
 }
 
 // Returns whether elements of the frame are also sent in this round, as they were before it.
 bool Execution::is_sent(const Frame& frame, Sends sends) const {
-  for (const Part& part : call_.plan->parts(frame))
+  for (const Chunk& part : call_.plan->chunks(frame))
     for (const Frame& each : sends)
-      for (const Part& sent : call_.plan->parts(each))
-        if (sent.pieces.first < part.pieces.last && part.pieces.first < sent.pieces.last)
-          return true;
+      for (const Chunk& sent : call_.plan->chunks(each))
+        if (sent.spans.first < part.spans.last && part.spans.first < sent.spans.last) return true;
   return false;
 }
 
 bool Execution::is_copied(const Frame& frame) const {
-  return std::ranges::all_of(call_.plan->parts(frame), [](const Part& part) {
+  return std::ranges::all_of(call_.plan->chunks(frame), [](const Chunk& part) {
     return part.landing == schedule::Landing::kCopy;
   });
 }
@@ -454,30 +453,30 @@ std::byte* Execution::range_of(const Frame& frame) const {
     end = at + bytes;
     return follows;
   };
-  for (const Part& part : call_.plan->parts(frame)) {
+  for (const Chunk& part : call_.plan->chunks(frame)) {
     if (is_empty(part)) continue;
     if (lossy()) {
       if (part.landing != schedule::Landing::kCopy) return nullptr;
-      if (!joins(store_.data() + store_places_[part.pieces.first], payload_bytes(part)))
+      if (!joins(store_.data() + store_places_[part.spans.first], payload_bytes(part)))
         return nullptr;
       continue;
     }
-    for (const Piece& piece : call_.plan->pieces(part))
+    for (const Span& piece : call_.plan->spans(part))
       if (piece.count > 0 && !joins(address(piece), bytes_of(piece))) return nullptr;
   }
   return begin;
 }
 
-std::size_t Execution::payload_bytes(const Part& part) const {
+std::size_t Execution::payload_bytes(const Chunk& part) const {
   std::size_t bytes = 0;
-  for (const Piece& piece : call_.plan->pieces(part))
+  for (const Span& piece : call_.plan->spans(part))
     bytes += lossy() ? call_.codec->payload_bytes(piece.count) : bytes_of(piece);
   return bytes;
 }
 
 std::size_t Execution::frame_bytes(const Frame& frame) const {
   std::size_t bytes = 0;
-  for (const Part& part : call_.plan->parts(frame)) bytes += payload_bytes(part);
+  for (const Chunk& part : call_.plan->chunks(frame)) bytes += payload_bytes(part);
   return bytes;
 }
 
@@ -485,8 +484,8 @@ std::span<const Slotted> Execution::layout_of(const Frame& frame) {
   layout_.clear();
   const bool slotted = lossy() && call_.codec->slot_bytes() > 0;
   if (!slotted && call_.layout.empty()) return layout_;
-  for (const Part& part : call_.plan->parts(frame))
-    for (const Piece& piece : call_.plan->pieces(part)) {
+  for (const Chunk& part : call_.plan->chunks(frame))
+    for (const Span& piece : call_.plan->spans(part)) {
       if (slotted)
         layout_.push_back(call_.codec->layout(piece.count));
       else
@@ -501,20 +500,20 @@ std::size_t Execution::take(std::size_t bytes) {
   return at;
 }
 
-std::size_t Execution::bytes_of(const Piece& piece) const {
+std::size_t Execution::bytes_of(const Span& piece) const {
   return piece.count * size_of(call_.plan->spec().dtype);
 }
 
-std::byte* Execution::address(const Piece& piece) const {
-  return call_.extents[piece.extent] + piece.offset * size_of(call_.plan->spec().dtype);
+std::byte* Execution::address(const Span& piece) const {
+  return call_.extents[piece.array] + piece.offset * size_of(call_.plan->spec().dtype);
 }
 
-Run run_of(const Execution::Call& call, const Piece& piece) {
+Run run_of(const Execution::Call& call, const Span& piece) {
   Run run;
-  run.x = run.y = reinterpret_cast<float*>(call.extents[piece.extent]) + piece.offset;
+  run.x = run.y = reinterpret_cast<float*>(call.extents[piece.array]) + piece.offset;
   run.n = piece.count;
   if (call.extent_feedback.empty()) return run;
-  const ExtentFeedback& of = call.extent_feedback[piece.extent];
+  const ExtentFeedback& of = call.extent_feedback[piece.array];
   run.run_feedback = of.run_feedback;
   for (float*& each : run.run_feedback.residual)
     if (each != nullptr) each += piece.offset;

@@ -54,9 +54,9 @@ class Execution {
   // A part that has arrived and is not landed yet: `addends` messages of it, `stride` bytes apart
   // in the arena, which are added one after the other; or, with 0 addends, one that is copied.
   struct Landing {
-    const exec::Part* part = nullptr;
-    const exec::Part* last = nullptr;  // of the last addend
-    std::size_t at = 0;                // bytes: where the first message of it lies in the arena
+    const exec::Chunk* part = nullptr;
+    const exec::Chunk* last = nullptr;  // of the last addend
+    std::size_t at = 0;                 // bytes: where the first message of it lies in the arena
     std::size_t stride = 0;
     int addends = 0;
     bool taken = false;  // an encoder has added it, or it is landed
@@ -81,15 +81,15 @@ class Execution {
 
   void place_sends(Sends sends);
   void encode_sends(Sends sends);
-  void encode(const exec::Part& part, std::size_t at, const Launch& launch);
+  void encode(const exec::Chunk& part, std::size_t at, const Launch& launch);
   void start_encoding();
   void pack_sends(Sends sends);
   void pack(const exec::Frame& frame, std::size_t at);
   void send(const exec::Frame& frame, const std::byte* data);
 
   void receive(const exec::Frame& frame, Sends sends);
-  void note(const exec::Part& part, std::size_t at);
-  Landing* pending(const exec::Part& part);
+  void note(const exec::Chunk& part, std::size_t at);
+  Landing* pending(const exec::Chunk& part);
   void land_pending(Sends sends, bool averages);
   void land(const Landing& landing, bool averages);
   void fold_wide(const Landing& landing);
@@ -101,17 +101,17 @@ class Execution {
   void fold(const Launch& launch);
 
   bool averages_with_folds() const;
-  bool is_finished(const exec::Part& part, Sends sends);
+  bool is_finished(const exec::Chunk& part, Sends sends);
   bool are_finished_here() const;
   bool is_sent(const exec::Frame& frame, Sends sends) const;
   bool is_copied(const exec::Frame& frame) const;
-  std::size_t payload_bytes(const exec::Part& part) const;
+  std::size_t payload_bytes(const exec::Chunk& part) const;
   std::size_t frame_bytes(const exec::Frame& frame) const;
   std::byte* range_of(const exec::Frame& frame) const;
   std::span<const Slotted> layout_of(const exec::Frame& frame);
   std::size_t take(std::size_t bytes);
-  std::size_t bytes_of(const exec::Piece& piece) const;
-  std::byte* address(const exec::Piece& piece) const;
+  std::size_t bytes_of(const exec::Span& piece) const;
+  std::byte* address(const exec::Span& piece) const;
 
   const Api& api_;
   Room arena_, store_, wide_;
@@ -127,7 +127,7 @@ class Execution {
   std::vector<const std::byte*> outgoing_;          // where the message of each send lies
   std::vector<Landing> arrived_, pending_;          // in this round, and in the one before
   bool in_turn_ = false, pending_in_turn_ = false;  // whether their landings are one by one
-  std::vector<const exec::Part*> results_;          // in the store; they are decoded at the end
+  std::vector<const exec::Chunk*> results_;         // in the store; they are decoded at the end
   Launch launch_;                                   // that is being put together
   std::vector<Run> runs_;
   std::vector<FoldRun> folds_;
@@ -136,6 +136,6 @@ class Execution {
 };
 
 // Returns the run of a piece of a lossy call, without its places in messages.
-Run run_of(const Execution::Call& call, const exec::Piece& piece);
+Run run_of(const Execution::Call& call, const exec::Span& piece);
 
 }  // namespace gradwire::cuda

@@ -114,7 +114,7 @@ void GpuFaultMonitor::run(exec::Request request, Feedback* feedback, Stream stre
   const std::lock_guard calling(calling_);
   require_alive();
   const exec::Decision decision = gpu_.require_valid(request, feedback);
-  exec::extent_counts(request, counts_);
+  exec::array_counts(request, counts_);
   std::string text = text_of(request, counts_);
   const CallStream on{stream, capture_of(gpu_.api(), stream)};
   const bool captured = on.is_captured();

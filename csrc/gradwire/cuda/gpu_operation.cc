@@ -13,7 +13,7 @@ void Operation::bind(const exec::Request& request, const CallStream& stream) {
 void Operation::run(const Coding& coding, std::span<const Slotted> layout) {
   Execution::Call call;
   call.plan = plan_.get();
-  call.extents = buffer_map_.extents();
+  call.extents = buffer_map_.arrays();
   call.codec = coding.codec;
   call.extent_feedback = coding.extent_feedback;
   call.scratch = coding.scratch;
@@ -37,7 +37,7 @@ void Operation::copy(const std::vector<exec::CopyStep>& steps) {
 void Operation::fold() {
   const OpSpec& spec = plan_->spec();
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
-  const std::byte* first = buffer_map_.extents()[0];
+  const std::byte* first = buffer_map_.arrays()[0];
   for (const exec::Array& sum : buffer_map_.sums()) {
     const FoldRun run{first, sum.data, sum.count, 0};
     const Payloads others{first + block, static_cast<std::int64_t>(block),

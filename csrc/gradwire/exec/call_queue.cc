@@ -4,7 +4,7 @@
 
 namespace gradwire::exec {
 
-void Pending::settle() noexcept {
+void Pending::roll_back() noexcept {
   transaction.settle(false);
   if (program != nullptr) program->roll_back();
 }
@@ -41,7 +41,7 @@ void CallQueue::pop(std::uint16_t requests) {
 
 void CallQueue::fail(const std::exception_ptr& error) noexcept {
   for (auto& each : queue_) {
-    each->settle();
+    each->roll_back();
     each->work->finish(error);
   }
   queue_.clear();

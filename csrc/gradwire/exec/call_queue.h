@@ -1,5 +1,6 @@
-// CallQueue: the collectives of a communicator that are not over, in the order of their calls, and
-// the transfers that its driver has not seen. Guarded by the communicator's mutex, but for front().
+// CallQueue: a communicator's collectives that are not over, in the order of their calls, and the
+// transfers (send, recv) that its driver has not taken yet. The communicator's mutex guards it;
+// only front() may be called without.
 #pragma once
 
 #include <atomic>
@@ -20,23 +21,22 @@
 
 namespace gradwire::exec {
 
-// A collective that waits for its turn, or has its turn. It is reused with all that it has
-// allocated.
+// A collective in the queue. It is reused by later calls, with the memory that it has allocated.
 struct Pending {
-  Operation operation;                             // or the present phase of its program
-  CpuDevice* program = nullptr;                    // null: one plan
+  Operation operation;                             // with a program: its present phase
+  CpuDevice* program = nullptr;                    // null: the call is one plan
   std::shared_ptr<codec::ErrorFeedback> feedback;  // outlives all transactions
   std::uint64_t shape_digest = 0;                  // of the ShapeCheck
   std::string shape;
   bool checks_shape = false;                      // ShapeCheck::always
-  Submission submission;                          // of the observer's
+  Submission submission;                          // what the observer returned
   codec::ErrorFeedback::Transaction transaction;  // unused by programs, which have their own
   std::unique_ptr<CpuDevice> device;              // made for the first program
 
-  void settle() noexcept;  // rolls residuals back unless the call's end has settled them
+  void roll_back() noexcept;  // undoes what the call did to residuals, if it has not ended
   std::shared_ptr<Work> work = std::make_shared<Work>();
   double timeout = 0;
-  Deadline::Clock::time_point began;  // to run
+  Deadline::Clock::time_point began;  // when its turn came
   Deadline deadline = Deadline::never();
 };
 
@@ -54,12 +54,12 @@ class CallQueue {
 
   std::unique_ptr<Pending> take_spare();
   std::shared_ptr<Work> push(std::unique_ptr<Pending> pending);
-  // Ends the front call, after which ranks have agreed on `requests` (FrameFlags).
+  // Ends the front call. `requests`: the FrameFlags on which all ranks have agreed by then.
   void pop(std::uint16_t requests);
   void fail(const std::exception_ptr& error) noexcept;
 
-  std::vector<std::pair<Transfer, bool>> transfers;  // not yet seen by the driver; whether it sends
-  // Calls, with the one in which ranks agreed to stop, or to resize.
+  std::vector<std::pair<Transfer, bool>> transfers;  // not yet taken; true: a send
+  // The number of calls that were over when ranks had agreed to stop, or to resize.
   std::optional<std::uint64_t> stop_since, resize_since;
 
  private:

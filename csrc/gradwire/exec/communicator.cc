@@ -97,27 +97,23 @@ void Communicator::adopt_link(Lane lane, std::string_view transport,
                               transport::Connection connection, Rank peer, double timeout,
                               const Interrupt& interrupt) {
   std::unique_lock lock(engine_->mutex);
-  Engine::Holder holder = engine_->driver.take(lock);
-  lock.unlock();
-  std::exception_ptr interruption;
-  bool failed = false;
-  try {
-    Links& links = lane == Lane::kCollective ? holder->links : holder->transfer_links;
+  bool adopted = false;
+  std::vector<int> link_of;
+  const auto adopt = [&](Driver& driver) {
+    Links& links = lane == Lane::kCollective ? driver.links : driver.transfer_links;
     links.offer(transport, std::move(connection), peer);
-    if (holder->links.offered_all() && holder->transfer_links.offered_all()) {
+    if (driver.links.offered_all() && driver.transfer_links.offered_all()) {
       const WaitLimit wait_limit(Deadline::after(timeout), engine_->abort_or(interrupt));
-      holder->links.complete(wait_limit);
-      holder->transfer_links.complete(wait_limit);
+      driver.links.complete(wait_limit);
+      driver.transfer_links.complete(wait_limit);
     }
-  } catch (...) {
-    failed = true;
-    interruption = engine_->fail_with_root_cause(*holder, std::current_exception(), interrupt);
-  }
-  lock.lock();
-  engine_->link_of = holder->links.link_of();
-  engine_->give_back(lock, std::move(holder));
-  if (interruption) std::rethrow_exception(interruption);
-  if (failed) engine_->life.require_alive();
+    link_of = driver.links.link_of();
+    adopted = true;
+  };
+  if (const auto thrown = engine_->as_driver(lock, interrupt, adopt))
+    std::rethrow_exception(thrown);
+  if (!adopted) engine_->life.require_alive();
+  engine_->link_of = std::move(link_of);
 }
 
 void Communicator::join(std::shared_ptr<Family> family) {

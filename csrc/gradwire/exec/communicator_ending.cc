@@ -71,30 +71,25 @@ std::exception_ptr finish_work(Engine& engine, Lock& lock, const Deadline& deadl
 
 // Closes with a BYE. The caller becomes the driver and releases the mutex; calls made meanwhile see
 // a closed communicator. Returns what the interrupt threw.
-std::exception_ptr close_gracefully(Engine& engine, Lock& lock, double settle,
+std::exception_ptr close_gracefully(Engine& engine, Lock& lock, double confirm,
                                     const Interrupt& interrupt, bool alone) {
-  Engine::Holder holder = engine.driver.take(lock);
   engine.life.begin_goodbye();
-  lock.unlock();
   std::exception_ptr interruption;
-  try {
-    if (settle > 0)
-      holder->control.close_gracefully({Deadline::after(settle), engine.abort_or(interrupt)},
-                                       Deadline::after(std::min(settle, kPeerCloseSeconds)), alone);
-    else
-      holder->control.close_now(alone);
-  } catch (const Interruption& stopped) {  // the BYE is sent: only the wait for others ends
-    interruption = stopped.cause;
-  } catch (const Aborted&) {  // another thread aborted: the same
-  } catch (const Timeout&) {  // only this rank fails: a late rank can still finish its calls
-    const std::lock_guard again(engine.mutex);
-    engine.life.fail(with_job_peer(std::current_exception(), engine.identity));
-  } catch (...) {
-    interruption = engine.fail_with_root_cause(*holder, std::current_exception(), interrupt);
-  }
-  lock.lock();
-  engine.give_back(lock, std::move(holder));
-  return interruption;
+  const auto say_goodbye = [&](Driver& driver) {
+    try {
+      if (confirm <= 0) return driver.control.close_now(alone);
+      driver.control.close_gracefully({Deadline::after(confirm), engine.abort_or(interrupt)},
+                                      Deadline::after(std::min(confirm, kPeerCloseSeconds)), alone);
+    } catch (const Interruption& stopped) {  // the BYE is sent: only the wait for others ends
+      interruption = stopped.cause;
+    } catch (const Aborted&) {  // another thread aborted: the same
+    } catch (const Timeout&) {  // only this rank fails: a late rank can still finish its calls
+      const std::lock_guard again(engine.mutex);
+      engine.life.fail(with_job_peer(std::current_exception(), engine.identity));
+    }
+  };
+  const auto thrown = engine.as_driver(lock, interrupt, say_goodbye);
+  return thrown ? thrown : interruption;
 }
 
 // Releases everything, when the driver, a thread that is about to see the end, has left.
@@ -107,7 +102,7 @@ void release(Engine& engine) {
   Driver& driver = *engine.driver.unless_taken(lock);
   driver.close();
   engine.wakeup.close();
-  driver.liveness.stalls.release();
+  driver.liveness.stalls.status().release();
   engine.changed.notify_all();
 }
 
@@ -121,16 +116,16 @@ void Communicator::fail_with(const std::exception_ptr& error) noexcept {
   engine_->fail_with(error);
 }
 
-void Communicator::close(double timeout, double settle, const Interrupt& interrupt, bool alone) {
+void Communicator::close(double timeout, double confirm, const Interrupt& interrupt, bool alone) {
   const Deadline deadline = Deadline::after(timeout);
   LifeCycle& life = engine_->life;
   Lock lock(engine_->mutex);
   const bool was_alive = !life.failure();
   if (!life.begin_close())
-    return await_close(*engine_, lock, Deadline::after(timeout + settle), interrupt, alone);
+    return await_close(*engine_, lock, Deadline::after(timeout + confirm), interrupt, alone);
   std::exception_ptr interruption = finish_work(*engine_, lock, deadline, interrupt);
   const bool cleanly = !interruption && !life.failure() && engine_->is_idle(lock);
-  if (cleanly) interruption = close_gracefully(*engine_, lock, settle, interrupt, alone);
+  if (cleanly) interruption = close_gracefully(*engine_, lock, confirm, interrupt, alone);
   lock.unlock();
   if (!cleanly) abort_close(*engine_, interruption != nullptr, alone);
   release(*engine_);
@@ -143,14 +138,14 @@ void Communicator::close(double timeout, const Interrupt& interrupt) {
   close(timeout, timeout, interrupt);
 }
 
-bool Communicator::settled() {
+bool Communicator::is_confirmed() {
   const LifeCycle& life = engine_->life;
   Lock lock(engine_->mutex);
   if (!engine_->calls.empty()) return true;  // begun or not, so that no race decides
   if (life.takes_calls() && !engine_->driver.taken(lock)) engine_->poll_control(lock);
   if (life.unreported() && !life.has_ended()) return false;
   const Driver* idle = engine_->driver.unless_taken(lock);
-  return !life.takes_calls() || (idle != nullptr && idle->control.unsettled_peer() == kNoPeer);
+  return !life.takes_calls() || (idle != nullptr && idle->control.unconfirmed_peer() == kNoPeer);
 }
 
 void Communicator::drop() {
@@ -200,7 +195,7 @@ std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls
 void Communicator::release_after_fork() noexcept {
   Driver& driver = engine_->driver.after_fork();
   driver.close();
-  driver.liveness.stalls.release_after_fork();
+  driver.liveness.stalls.status().release_after_fork();
   engine_->wakeup.close();
 }
 

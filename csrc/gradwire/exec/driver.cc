@@ -265,7 +265,7 @@ std::size_t Driver::put_doorbells(std::span<pollfd, kMostDoorbells> fds) const {
 void Driver::fail(const std::exception_ptr& error) noexcept {
   const transport::ControlFrame failure = failure_frame(error, engine_.identity.rank);
   control.sockets().broadcast(failure);
-  liveness.stalls.set_failed(transport::text_of(failure));
+  liveness.stalls.status().set_failed(transport::text_of(failure));
   if (std::exchange(current, nullptr) != nullptr && engine_.observer)
     engine_.observer->ended(error);
   engine_.calls.fail(error);

@@ -1,13 +1,14 @@
-// Driver: what the one thread that drives a communicator works on, and how it moves it. Only who
-// holds it (exclusive.h), or has the mutex while nobody does, gets at it.
+// Driver: the state that only the thread which drives a communicator uses, and what that thread
+// does with it. It is reached through Exclusive<Driver> (exclusive.h): by its holder, or under the
+// mutex while it has none.
 //
 // A blocking call drives on its own thread, since waking another one takes longer than a small
 // collective. The driver takes the mutex where calls begin and end, and not while they move. That
 // keeps a small call free of locks, and lets other threads submit while a long one runs.
 //
-// Waiting goes in three steps, each of which costs less latency but more processor time than the
-// next: spin, yield, sleep in poll() on all doorbells. Before it sleeps it arms the doorbells and
-// tries once more, or a message that came in between would ring none.
+// A driver that waits first spins, then yields, then sleeps in poll() on all doorbells: each step
+// costs less processor time and more latency than the one before. Before it sleeps it arms the
+// doorbells and looks once more, since what came before that rings none.
 #pragma once
 
 #include <poll.h>
@@ -30,7 +31,7 @@ namespace gradwire::exec {
 
 class Engine;
 
-// How long a waiting thread waits at most until it calls the interrupt.
+// How often a waiting thread calls the interrupt, at least.
 inline constexpr int kInterruptMilliseconds = 100;
 inline constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 
@@ -41,42 +42,42 @@ class Driver {
 
   Driver(Engine& engine, const Tuning& tuning);
 
-  // A driver first moves what has arrived, and then looks for failures, which may have come after
-  // it. `until`: for which the caller's thread is blocked; null: it is none.
+  // Begins to drive: what has arrived moves before failures are looked for, which may have come
+  // after it. `until`: the work for which the calling thread is blocked; null: none.
   void begin(const Work* until) noexcept {
     driven_for = until;
     turns_ = 0;
   }
-  // Moves what can move, and returns whether something did. step_beside_others() is for a thread
-  // that others share, and keep from sleep.
+  // Moves what can move, and returns whether something did. step_beside_others() is for the
+  // progress thread, which other communicators may keep from sleeping.
   bool step(const Interrupt& interrupt);
   bool step_beside_others();
-  // Returns whether `until` is over or, if that is null, nothing is left to do.
+  // Returns whether `until` is over or, if it is null, whether nothing is left to do.
   bool finished(const Work* until) const;
-  // Waits after so many steps in a row that moved nothing.
+  // Waits after `idle` steps in a row that moved nothing.
   void back_off(unsigned idle, const Interrupt& interrupt);
   // Arms the doorbells. Returns whether something has moved meanwhile. disarm() must follow.
   bool prepare_sleep(const Interrupt& interrupt);
   void disarm();
-  // Puts the doorbells there; returns how many there are.
+  // Writes the descriptors to poll, and returns their number.
   std::size_t put_doorbells(std::span<pollfd, kMostDoorbells> fds) const;
-  // Returns the milliseconds until something is due even if no doorbell rings.
+  // Returns for how many milliseconds to sleep at most, if no doorbell rings.
   int longest_sleep() const;
-  // Calls it, and wraps what it throws: no other rank may be the root cause of that.
+  // Calls the interrupt, and throws what it throws as an Interruption.
   static void call_interrupt(const Interrupt& interrupt);
-  // Ends all calls and transfers with an error. Under the mutex.
+  // Ends all calls and transfers with an error, and tells the other ranks. Wants the mutex held.
   void fail(const std::exception_ptr& error) noexcept;
   // Closes all descriptors.
   void close() noexcept;
 
   ControlPlane control;
   Links links, transfer_links;
-  Pending* current = nullptr;        // the front of the queue, if it has started
+  Pending* current = nullptr;        // the call under way; null: none
   const Work* driven_for = nullptr;  // see begin()
   Execution execution;
   PointToPoint transfers;
   Liveness liveness;
-  std::exception_ptr turn_error;  // with which a turn of the progress thread failed
+  std::exception_ptr turn_error;  // what the progress thread's last turn threw
 
  private:
   bool advance();
@@ -95,10 +96,10 @@ class Driver {
   Engine& engine_;
   Deadline interrupt_due_ = Deadline::after(0);
   Deadline checks_due_ = Deadline::after(0);
-  unsigned turns_ = 0;                 // of this driver
-  unsigned idle_turns_ = 0;            // of the progress thread's, since something moved
-  int ended_links_ = 0;                // peers' ends of which the links were told
-  std::uint16_t requests_agreed_ = 0;  // FrameFlags, in one of the collectives so far
+  unsigned turns_ = 0;                 // since begin()
+  unsigned idle_turns_ = 0;            // of the progress thread, in a row
+  int ended_links_ = 0;                // peers that were reported to the links as gone
+  std::uint16_t requests_agreed_ = 0;  // FrameFlags of all collectives so far
   SeenShapes shapes_;
 };
 

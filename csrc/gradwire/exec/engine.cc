@@ -161,32 +161,26 @@ void Engine::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
 
 void Engine::drive(Lock& lock, const Work* until, const Interrupt& interrupt, unsigned most_idle,
                    const std::function<void()>& slow) {
-  Holder holder = driver.take(lock);
-  holder->begin(until);
-  lock.unlock();
-  std::exception_ptr interruption;
-  try {
+  const auto turn = [&](Driver& holder) {
     const codec::FloatEnvironment environment;
-    for (unsigned idle = 0; !holder->finished(until) && idle < most_idle;) {
-      if (holder->step(interrupt))
+    holder.begin(until);
+    for (unsigned idle = 0; !holder.finished(until) && idle < most_idle;) {
+      if (holder.step(interrupt))
         idle = 0;
       else
-        holder->back_off(++idle, interrupt);
+        holder.back_off(++idle, interrupt);
     }
-  } catch (...) {
-    if (slow) slow();
-    interruption = fail_with_root_cause(*holder, std::current_exception(), interrupt);
-  }
-  lock.lock();
-  give_back(lock, std::move(holder), /*hands_over=*/most_idle == kNoIdleLimit);
-  if (interruption) std::rethrow_exception(interruption);
+  };
+  const bool hands_over = most_idle == kNoIdleLimit;
+  if (const auto thrown = as_driver(lock, interrupt, turn, hands_over, slow))
+    std::rethrow_exception(thrown);
 }
 
 // Leaves what remains to the progress thread, and wakes it only if something remains, as waking
 // costs time.
 void Engine::give_back(Lock& lock, Holder holder, bool hands_over) {
   holder->driven_for = nullptr;
-  settle_requests(lock, *holder);
+  handle_requests(lock, *holder);
   holder.give_back(lock);
   // begin() goes on to wait for its only call, and so to drive: another thread would only be woken
   // for nothing, and compete for the core.

@@ -1,11 +1,10 @@
-// Engine: the queue of a communicator's calls, and who drives them: a caller's thread or the
-// progress thread, one at a time. A call is bound to its plan on the caller's thread, under the
-// mutex, so that invalid arguments throw there, before anything is sent, and the driver finds
-// everything ready.
+// Engine: a communicator's state, its queue of calls, and the choice of who drives them: a caller's
+// thread or the progress thread, one at a time. A call is bound to its plan on the caller's thread,
+// under the mutex, so that invalid arguments throw there, before anything is sent.
 //
-// Its members are for the parts of a communicator alone. The mutex guards all that are not atomic,
-// const or used only at set-up, but for what is in the Driver. Members' mutexes are taken before
-// the progress thread's own.
+// Only the files of exec/ use it. The mutex guards all members that are neither atomic nor const
+// nor used only at set-up; the Driver has an owner of its own (exclusive.h). A thread that takes
+// the progress thread's mutex, too, takes this one first.
 #pragma once
 
 #include <atomic>
@@ -31,7 +30,7 @@
 
 namespace gradwire::exec {
 
-// Who asks the job to stop, or for the next communicator.
+// Requests to stop the job, or for a new communicator (resize).
 struct StopRequests {
   std::shared_ptr<const StopRequest> process;  // null: none
   StopRequest own, resize;
@@ -39,7 +38,7 @@ struct StopRequests {
   bool stop_requested() const noexcept { return own.made() || (process && process->made()); }
 };
 
-class Engine final : public Family::Member, public ProgressThread::Member {
+class Engine final : public Family::Member, public ProgressThread::Task {
  public:
   using Interrupt = WaitLimit::Interrupt;
   using Lock = std::unique_lock<std::mutex>;
@@ -50,21 +49,40 @@ class Engine final : public Family::Member, public ProgressThread::Member {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // ---- Calls. What takes a lock wants the mutex held, and may release it meanwhile. ----
+  // ---- Calls. Functions that take a lock want the mutex held, and may release it meanwhile. ----
   std::shared_ptr<Work> enqueue(Lock& lock, const Request& given);
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   void bind_operation(Pending& pending, const Request& request);
-  // Drives until `until` is over, or until nothing has moved `most_idle` times in a row. Calls
-  // `slow` before it finds out which rank failed.
+  // Drives until `until` is over, or until `most_idle` steps in a row have moved nothing. Calls
+  // `slow` before it looks for the rank that failed.
   void drive(Lock& lock, const Work* until, const Interrupt& interrupt,
              unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
-  // Returns when `work` is over: drives while no other thread does, and otherwise sleeps until it
-  // may drive. In the background it never drives, and does not count as a waiter.
+  // Has the calling thread run `drives` as the driver, without the mutex. Fails with the root cause
+  // of what that throws, after a call of `slow`; if an interrupt threw it, returns what that threw.
+  template <typename Drives>
+  std::exception_ptr as_driver(Lock& lock, const Interrupt& interrupt, const Drives& drives,
+                               bool hands_over = true,
+                               const std::function<void()>& slow = nullptr) {
+    Holder holder = driver.take(lock);
+    lock.unlock();
+    std::exception_ptr interruption;
+    try {
+      drives(*holder);
+    } catch (...) {
+      if (slow) slow();
+      interruption = fail_with_root_cause(*holder, std::current_exception(), interrupt);
+    }
+    lock.lock();
+    give_back(lock, std::move(holder), hands_over);
+    return interruption;
+  }
+  // Returns when `work` is over, or at the deadline: drives while no other thread does, else
+  // sleeps. In the background it never drives, and does not count as a waiter.
   void drive_or_wait(Lock& lock, Work& work, Deadline deadline, const Interrupt& interrupt,
                      bool background = false);
-  // Returns whether the call that was submitted last is all there is to do; if nobody drives.
+  // Returns whether nobody drives, and one call is all there is to do.
   bool has_only_one_call(const Lock& lock) noexcept;
-  // Returns whether there is nothing to do, and nobody drives.
+  // Returns whether nobody drives, and there is nothing to do.
   bool is_idle(const Lock& lock) noexcept;
   void give_back(Lock& lock, Holder holder, bool hands_over = true);
   void take_observer(const Driver& holder) noexcept;
@@ -81,9 +99,10 @@ class Engine final : public Family::Member, public ProgressThread::Member {
   // ---- Failures. ----
   void abort(const std::string& reason, bool alone) noexcept;
   void fail_with(const std::exception_ptr& error) noexcept;
-  // Returns an interrupt that throws also if this communicator was aborted. It refers to the other.
+  // Returns an interrupt that also throws if this communicator was aborted. It keeps a reference to
+  // the given one.
   Interrupt abort_or(const Interrupt& interrupt);
-  // Fails with the root cause of `error`. If that is an interrupt, returns what it threw.
+  // Fails with the root cause of `error`. If an interrupt threw it, returns what that threw.
   std::exception_ptr fail_with_root_cause(Driver& holder, const std::exception_ptr& error,
                                           const Interrupt& interrupt);
 
@@ -99,20 +118,21 @@ class Engine final : public Family::Member, public ProgressThread::Member {
   std::atomic<bool> has_requests{false};  // an abort or new transfers: look under the mutex
 
   mutable std::mutex mutex;
-  std::condition_variable changed;  // the driver left
+  std::condition_variable changed;  // the driver has left, or the state has changed
   LifeCycle life;
   CallQueue calls;
   PlanCache plans;
   std::vector<int> link_of;  // see Links::link_of()
-  // Of this call, and from the next one on. The driver changes it under the mutex, and may read it.
+  // Of the call under way, and of the next ones. Only the driver changes the first, under the
+  // mutex.
   std::shared_ptr<Observer> observer, next_observer;
-  bool dropped = false;  // Communicator::drop() was called, and calls are not settled
+  bool dropped = false;  // see Communicator::drop(); until all ranks have made its calls
   Exclusive<Driver> driver;
 
  private:
   enum class Service : std::uint8_t { kNone, kServed, kLeft };  // of the progress thread
 
-  // As those of ProgressThread and Family want it.
+  // See ProgressThread::Task and Family::Member.
   bool take_over() override;
   ProgressThread::Turn turn() noexcept override;
   void end_failed() noexcept override;
@@ -125,17 +145,18 @@ class Engine final : public Family::Member, public ProgressThread::Member {
 
   void bind(Pending& pending, const Request& request);
   void interrupt_or_abort(const Work& work, const Interrupt& interrupt);
-  void settle_dropped(Lock& lock);
+  void check_dropped(Lock& lock);
   void fail(Driver& holder, const std::exception_ptr& error) noexcept;
   void fail_locked(Driver& holder, const std::exception_ptr& found) noexcept;
   void fail_if_asked(Driver& holder) noexcept;
+  void fail_soon(const Lock& lock) noexcept;
   void fail_family() noexcept;
-  void settle_requests(Lock& lock, Driver& holder);
+  void handle_requests(Lock& lock, Driver& holder);
 
   const std::shared_ptr<ProgressThread> progress_;
   Service service_ = Service::kNone;
-  bool announces_ = false;  // the progress thread will tell the others that calls are over
-  Holder turns_;            // the progress thread's
+  bool announces_ = false;  // the progress thread is to announce that calls are over
+  Holder turns_;            // of the progress thread, while it drives
 };
 
 }  // namespace gradwire::exec

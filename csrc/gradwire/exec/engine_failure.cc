@@ -13,17 +13,19 @@ void Engine::abort(const std::string& reason, bool alone) noexcept {
     const Lock lock(mutex);
     const Aborted error(reason, identity.rank, kNoPeer, alone);
     if (!life.ask_to_abort(std::make_exception_ptr(error))) return;
-    has_requests = true;
-    if (Driver* idle = driver.unless_taken(lock)) fail_if_asked(*idle);
-    wakeup.ring();
+    fail_soon(lock);
   }
-  changed.notify_all();
   fail_family();
 }
 
 void Engine::fail_as(const transport::ControlFrame& failure, const Identity& there) noexcept {
   const Lock lock(mutex);
-  if (!life.ask_to_follow(error_of(crossed(failure, there, identity)))) return;
+  if (!life.ask_to_follow(error_of(translated(failure, there, identity)))) return;
+  fail_soon(lock);
+}
+
+// Fails as it was asked to, at once or, if a thread drives, at its next step.
+void Engine::fail_soon(const Lock& lock) noexcept {
   has_requests = true;
   if (Driver* idle = driver.unless_taken(lock)) fail_if_asked(*idle);
   wakeup.ring();
@@ -82,7 +84,8 @@ void Engine::fail_locked(Driver& holder, const std::exception_ptr& found) noexce
   const std::exception_ptr error = with_job_peer(found, identity);
   life.fail(error);
   if (family) family->set_wait(*this, kNoPeer);
-  life.owe_family(family && !life.family_failure() && crosses(failure_frame(error, identity.rank)));
+  life.require_family_failure(family && !life.family_failure() &&
+                              fails_family(failure_frame(error, identity.rank)));
   holder.fail(error);
 }
 
@@ -94,9 +97,9 @@ void Engine::fail_if_asked(Driver& holder) noexcept {
 }
 
 // Does the same, and has the family fail. Releases the mutex meanwhile.
-void Engine::settle_requests(Lock& lock, Driver& holder) {
+void Engine::handle_requests(Lock& lock, Driver& holder) {
   fail_if_asked(holder);
-  if (!life.owes_family()) return;
+  if (!life.family_failure_due()) return;
   lock.unlock();
   fail_family();
   lock.lock();
@@ -107,7 +110,7 @@ void Engine::fail_family() noexcept {
   std::exception_ptr error;
   {
     const std::lock_guard lock(mutex);
-    if (!life.take_family_debt()) return;
+    if (!life.take_family_failure_due()) return;
     error = life.failure();
   }
   family->fail_others(*this, identity, failure_frame(error, identity.rank));

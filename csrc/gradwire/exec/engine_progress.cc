@@ -88,7 +88,7 @@ void Engine::after_sleep() noexcept {
 
 // Lets the progress thread announce ended calls. Not all ranks get data from this one in every
 // call, and a rank that closes waits until it knows that such a call is over here, while this rank
-// may long be busy elsewhere.
+// may be outside of gradwire for long.
 void Engine::announce_soon() {
   if (!std::exchange(announces_, true)) serve_soon();
 }
@@ -99,10 +99,10 @@ bool Engine::serve() {
   return idle != nullptr && life.takes_calls() && idle->liveness.serve();
 }
 
-// Does the progress thread's work between calls: answers ranks that ask where this one is, however
-// long its program is busy elsewhere, and announces ended calls. Where a peer could not be told
-// because it has not read earlier frames, a later call tries again. What ends the communicator is
-// left to the next call, which may wait to learn the cause: the others of the thread do not.
+// Answers ranks that ask where this one is, however long its program is outside of gradwire, and
+// announces ended calls; where a peer has not read earlier frames, a later turn tries again. What
+// ends the communicator is left to the next call, which may wait to learn the cause: the thread's
+// other communicators do not wait for that.
 bool Engine::serve_between_calls() {
   Lock lock(mutex);
   if (Driver* idle = driver.unless_taken(lock)) {  // otherwise the driver does this
@@ -111,16 +111,16 @@ bool Engine::serve_between_calls() {
     if (alive && idle->control.has_unannounced_calls()) idle->control.announce();
     announces_ = alive && idle->control.has_unannounced_calls();
   }
-  if (dropped) settle_dropped(lock);
+  if (dropped) check_dropped(lock);
   return life.takes_calls();
 }
 
 // After Communicator::drop() no call will report a mismatch, so this logs it.
-void Engine::settle_dropped(Lock& lock) {
+void Engine::check_dropped(Lock& lock) {
   if (!driver.taken(lock) && life.takes_calls()) poll_control(lock);
   const Driver* idle = driver.unless_taken(lock);
   if (idle == nullptr) return;
-  dropped = life.takes_calls() && idle->control.unsettled_peer() != kNoPeer;
+  dropped = life.takes_calls() && idle->control.unconfirmed_peer() != kNoPeer;
   if (!life.unreported()) return;
   try {
     std::rethrow_exception(life.failure());
@@ -130,19 +130,10 @@ void Engine::settle_dropped(Lock& lock) {
 }
 
 void Engine::poll_control(Lock& lock) {
-  Holder holder = driver.take(lock);
-  lock.unlock();
-  try {
-    holder->control.poll();
-  } catch (...) {
-    fail_with_root_cause(*holder, std::current_exception(), nullptr);
-  }
-  lock.lock();
-  settle_requests(lock, *holder);
+  as_driver(lock, nullptr, [](Driver& holder) { holder.control.poll(); });
   const std::exception_ptr& failure = life.failure();
   life.set_unreported(failure && failure_frame(failure, identity.rank).kind ==
                                      transport::FailureKind::kInvalidArgument);
-  give_back(lock, std::move(holder));
 }
 
 }  // namespace gradwire::exec

@@ -1,6 +1,6 @@
-// Exclusive: a value that one thread at a time may use, its holder, which needs no lock for that.
-// Whether it has one is guarded by a mutex, of which take() and others want to see the lock: who
-// has the mutex and finds no holder may use the value, too.
+// Exclusive: a value that only its holder, one thread at a time, may use, without a lock. A mutex
+// of the owner guards whether there is a holder; functions take its lock as a proof that it is
+// held. While there is no holder, whoever has the mutex may use the value.
 #pragma once
 
 #include <mutex>
@@ -37,7 +37,7 @@ class Exclusive {
   explicit Exclusive(Args&&... args) : value_(std::forward<Args>(args)...) {}
 
   bool taken(const Lock&) const noexcept { return taken_; }
-  // To be called where nobody holds it.
+  // There must be no holder.
   Holder take(const Lock&) noexcept { return Holder(*this); }
   // Returns the value for as long as the mutex is held; null where it has a holder.
   Value* unless_taken(const Lock&) noexcept { return taken_ ? nullptr : &value_; }

@@ -86,8 +86,8 @@ void Liveness::serve_family() {
 
 bool Liveness::serve() {
   const bool asked = driver_.control.serve();
-  const Rank elsewhere = position().elsewhere;
-  if (elsewhere != std::exchange(announced_elsewhere_, elsewhere)) driver_.control.announce();
+  const Rank job_peer = position().job_peer;
+  if (job_peer != std::exchange(announced_job_peer_, job_peer)) driver_.control.announce();
   return asked;
 }
 
@@ -117,7 +117,7 @@ std::optional<Wait> Liveness::awaited_transfer() const {
     return engine_.life.state() != Life::kOpen || each.work.get() == driver_.driven_for ||
            each.work->awaited() || (!sends && engine_.senders.contains(each.peer));
   });
-  if (wait && wait->peer == Transfer::kAnyRank) wait->peer = engine_.senders.certain();
+  if (wait && wait->peer == Transfer::kAnyRank) wait->peer = engine_.senders.one();
   return wait;
 }
 
@@ -130,8 +130,8 @@ Position Liveness::position() const {
       at.waits_for = transfer->peer;
       return at;
     }
-    if (engine_.family) at.elsewhere = engine_.family->waits_elsewhere(engine_);
-    if (at.elsewhere != kNoPeer) at.waits_for = engine_.identity.member(at.elsewhere);
+    if (engine_.family) at.job_peer = engine_.family->awaited_by_others(engine_);
+    if (at.job_peer != kNoPeer) at.waits_for = engine_.identity.member(at.job_peer);
     return at;
   }
   if (!waits_since_) return at;
@@ -197,8 +197,9 @@ bool Liveness::waits_on() {
   const double patience = engine_.patience;
   if (waited >= patience) return false;
   const ChainEnd end = driver_.control.end_of_chain(late_peer());
-  const double silent =
-      end.peer == kNoPeer ? 0 : std::min(waited, driver_.control.seconds_since_word_of(end.peer));
+  const double silent = end.peer == kNoPeer
+                            ? 0
+                            : std::min(waited, driver_.control.seconds_since_message_of(end.peer));
   if (silent >= driver_.current->timeout) return false;
   const double most = std::min(driver_.current->timeout - silent, patience - waited);
   const double seconds =
@@ -232,12 +233,12 @@ Rank Liveness::late_peer() const {
 }
 
 // Returns what is known of a rank that is waited for, as sentences.
-std::string Liveness::word_of(Rank peer) const {
-  const auto seen = stalls.seen_here(peer);
+std::string Liveness::describe_late(Rank peer) const {
+  const auto seen = stalls.status_on_this_host(peer);
   if (seen ? !seen->stopped() : driver_.control.has_replied(peer))
     return " It is alive: " + (seen ? describe(*seen) : driver_.control.text_of_position(peer)) +
            ". Did it make the same call? A longer timeout= waits for a rank that is slow";
-  const double silent = std::round(10 * driver_.control.seconds_since_word_of(peer)) / 10;
+  const double silent = std::round(10 * driver_.control.seconds_since_message_of(peer)) / 10;
   return " It has not been heard of for " + seconds_text(silent) +
          ", though its connection is open: " +
          (seen ? describe(*seen)
@@ -254,7 +255,7 @@ Timeout Liveness::timeout_of(const Transfer& late) const {
                      " within its timeout=" + seconds_text(late.timeout);
   if (culprit.peer != late.peer)
     text += "; that waits, perhaps over others, for " + text_of(culprit);
-  if (!any && !own && culprit.peer != kNoPeer) text += "." + word_of(culprit.peer);
+  if (!any && !own && culprit.peer != kNoPeer) text += "." + describe_late(culprit.peer);
   return {text, culprit.peer, culprit.job_peer};
 }
 
@@ -274,7 +275,7 @@ Timeout Liveness::timeout() const {
   else
     text += "; rank " + std::to_string(peer) + " does not read what was sent to it";
   if (culprit.peer != peer) text += ", which waits, perhaps over others, for " + text_of(culprit);
-  if (culprit.peer != kNoPeer) text += "." + word_of(culprit.peer);
+  if (culprit.peer != kNoPeer) text += "." + describe_late(culprit.peer);
   return {text, culprit.peer, culprit.job_peer};
 }
 

@@ -1,11 +1,11 @@
-// Liveness: whether this rank's calls move, and what it tells others of that: whom it waits for,
-// here and in the rest of its family, and when a call has waited for too long.
+// Liveness: notices that this rank's calls do not move, announces for whom it waits, here and in
+// the rest of its family, and ends calls at their deadlines.
 //
 // A rank that dies, or whose host does, is found by its sockets, at once or after some seconds. So
-// a deadline only ends waits for ranks that are slow, or stopped. Which of them, a query tells: a
-// living rank answers, within a call by its driver and between calls by its progress thread.
+// a deadline only ends waits for ranks that are slow or stopped. A query tells which: a rank that
+// runs answers, within a call by its driver and between calls by its progress thread.
 //
-// A part of the Driver: who may use that may use it.
+// It belongs to the Driver, and is used by whoever may use that.
 #pragma once
 
 #include <optional>
@@ -28,20 +28,20 @@ class Liveness {
 
   // Returns whether nothing has moved since note_wait().
   bool waits() const noexcept { return waits_since_.has_value(); }
-  // Does what a rank does that waits: it tells others for whom, and logs it, after a while.
+  // Notes that nothing moves. After a while it announces for whom this rank waits, and logs it.
   void note_wait();
-  // Ends a wait. Other ranks' logs name whom this rank waits for, so they are told.
+  // Ends a wait, and announces that, since other ranks' logs name whom this rank waits for.
   void stop_waiting();
-  // Answers those who ask, where nobody drives. Returns whether a rank has asked for the position.
+  // Answers ranks that ask, while nobody drives. Returns whether one has asked for the position.
   bool serve();
-  // Returns where this rank is.
+  // Returns what this rank does and for whom it waits.
   Position position() const;
 
-  // The call that begins has its time from now on.
+  // Starts the timeout of the call that begins.
   void start_deadline();
-  // Throws Timeout where the call under way, or a transfer, has had its time.
+  // Throws Timeout if the call under way, or a transfer, has exceeded its timeout.
   void check_deadlines();
-  // Returns when something is due although nothing moves.
+  // Returns when to act next although nothing moves.
   Deadline next_due() const;
 
   StallMonitor stalls;
@@ -59,7 +59,7 @@ class Liveness {
   void check_transfers();
   void query_positions();
   Rank late_peer() const;
-  std::string word_of(Rank peer) const;
+  std::string describe_late(Rank peer) const;
   Timeout timeout() const;
   Timeout timeout_of(const Transfer& late) const;
 
@@ -67,9 +67,9 @@ class Liveness {
   Driver& driver_;
   std::optional<Deadline::Clock::time_point> waits_since_;  // nothing has moved since
   Deadline announce_at_ = Deadline::never();
-  bool announced_ = false;                   // the others were told whom this rank waits for
+  bool announced_ = false;                   // of this wait
   Deadline serve_at_ = Deadline::at_once();  // when the family is served next
-  Rank announced_elsewhere_ = kNoPeer;       // the others were told of this wait elsewhere
+  Rank announced_job_peer_ = kNoPeer;        // the last Position::job_peer that was announced
   bool positions_queried_ = false;           // for this call
   Deadline query_due_ = Deadline::never();   // when to query positions; then, when to stop waiting
   std::optional<Deadline> transfer_query_;   // when the query for a late transfer ends

@@ -13,31 +13,31 @@ namespace gradwire::exec {
 namespace {
 
 constexpr int kMostMilliseconds = 1000;  // of one sleep
-// After which a member is served between its calls, and again. Ranks that ask where another one is
+// After which a task is served between its calls, and again. Ranks that ask where another one is
 // wait twice as long for its answer.
 constexpr double kServeSeconds = 0.1, kServeAgainSeconds = 0.25;
 
 }  // namespace
 
-void ProgressThread::wake(Member& member) {
+void ProgressThread::wake(Task& task) {
   const std::lock_guard life(life_);
   const std::lock_guard lock(mutex_);
-  entry_of(member)->wanted = true;
+  entry_of(task)->wanted = true;
   start();
 }
 
-void ProgressThread::serve(Member& member) {
+void ProgressThread::serve(Task& task) {
   const std::lock_guard life(life_);
   const std::lock_guard lock(mutex_);
-  entry_of(member)->served = true;
+  entry_of(task)->served = true;
   serve_at_ = std::min(serve_at_, Deadline::after(kServeSeconds));
   start();
 }
 
-std::shared_ptr<ProgressThread::Entry> ProgressThread::entry_of(Member& member) {
-  const auto at = std::ranges::find(entries_, &member, [](const auto& e) { return e->member; });
+std::shared_ptr<ProgressThread::TaskState> ProgressThread::entry_of(Task& task) {
+  const auto at = std::ranges::find(entries_, &task, [](const auto& e) { return e->task; });
   if (at != entries_.end()) return *at;
-  entries_.push_back(std::make_shared<Entry>(&member));
+  entries_.push_back(std::make_shared<TaskState>(&task));
   return entries_.back();
 }
 
@@ -48,17 +48,17 @@ void ProgressThread::start() {
   call_thread();
 }
 
-// Has the thread look at its members again. Called under the mutex.
+// Has the thread look at its tasks again. Called under the mutex.
 void ProgressThread::call_thread() {
   changed_.notify_all();
   if (turning_) bell_->ring();
 }
 
-void ProgressThread::leave(Member& member) noexcept {
-  std::shared_ptr<Entry> left;
+void ProgressThread::leave(Task& task) noexcept {
+  std::shared_ptr<TaskState> left;
   {
     std::unique_lock lock(mutex_);
-    const auto at = std::ranges::find(entries_, &member, [](const auto& e) { return e->member; });
+    const auto at = std::ranges::find(entries_, &task, [](const auto& e) { return e->task; });
     if (at == entries_.end()) return;
     left = *at;
     unused_.wait(lock, [&] { return !left->used; });
@@ -68,7 +68,7 @@ void ProgressThread::leave(Member& member) noexcept {
   stop_if_unused();
 }
 
-// A thread without members takes no mutex but its own, so that nobody waits long for life_.
+// A thread without tasks takes no mutex but its own, so that nobody waits long for life_.
 void ProgressThread::stop_if_unused() noexcept {
   const std::lock_guard life(life_);
   std::unique_lock lock(mutex_);
@@ -82,7 +82,7 @@ void ProgressThread::stop_if_unused() noexcept {
 
 void ProgressThread::loop(const std::stop_token& stop) {
   const codec::FloatEnvironment environment;
-  Entries driven;
+  TaskStates driven;
   unsigned idle = 0;
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
@@ -95,18 +95,18 @@ void ProgressThread::loop(const std::stop_token& stop) {
   }
 }
 
-// Takes over members that have work which nobody drives, until there is none: no bell rings for one
+// Takes over tasks that have work which nobody drives, until there is none: no bell rings for one
 // that is woken meanwhile, before the thread takes turns.
-void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& driven) {
+void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, TaskStates& driven) {
   const auto next = [this] {
     return std::ranges::find_if(entries_, [](const auto& each) { return each->is_due(); });
   };
   for (auto at = next(); at != entries_.end(); at = next()) {
-    const std::shared_ptr<Entry> entry = *at;
+    const std::shared_ptr<TaskState> entry = *at;
     entry->wanted = false;
     entry->used = true;
     lock.unlock();
-    const bool taken = entry->member->take_over();
+    const bool taken = entry->task->take_over();
     lock.lock();
     if (taken)
       driven.push_back(entry);
@@ -115,16 +115,16 @@ void ProgressThread::take_wanted(std::unique_lock<std::mutex>& lock, Entries& dr
   }
 }
 
-// Serves all members at once but those that are driven: a turn does what serves them.
+// Serves all tasks at once but those that are driven: a turn does what serves them.
 void ProgressThread::serve_due(std::unique_lock<std::mutex>& lock) {
   if (!serve_at_.passed()) return;
   serve_at_ = Deadline::never();
   for (std::size_t i = 0; i < entries_.size(); ++i) {
-    const std::shared_ptr<Entry> entry = entries_[i];
+    const std::shared_ptr<TaskState> entry = entries_[i];
     if (entry->used || !std::exchange(entry->served, false)) continue;
     entry->used = true;
     lock.unlock();
-    const bool again = entry->member->serve_between_calls();
+    const bool again = entry->task->serve_between_calls();
     lock.lock();
     entry->served = entry->served || again;
     give_back(*entry);
@@ -146,7 +146,7 @@ void ProgressThread::await_work(std::unique_lock<std::mutex>& lock, const std::s
                       wanted);
 }
 
-void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& driven,
+void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, TaskStates& driven,
                                 unsigned& idle) {
   const Deadline next_service = serve_at_;
   turning_ = true;
@@ -154,9 +154,9 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& dri
   bool moved = false;
   unsigned spins = ~0U;
   for (const auto& each : driven) {
-    each->turn = each->member->turn();
+    each->turn = each->task->turn();
     moved = moved || each->turn != Turn::kIdle;
-    spins = std::min(spins, each->member->spins());
+    spins = std::min(spins, each->task->spins());
   }
   idle = moved ? 0 : idle + 1;
   if (!moved && idle <= spins)
@@ -176,34 +176,34 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, Entries& dri
   });
 }
 
-// Ends a member while the others go on. Where no thread can be made, they wait.
-void ProgressThread::end_failed(std::unique_lock<std::mutex>& lock, Entry& entry) {
+// Ends a task while the others go on. Where no thread can be made, they wait.
+void ProgressThread::end_failed(std::unique_lock<std::mutex>& lock, TaskState& entry) {
   try {
     entry.ending = std::jthread([this, &entry] {
-      entry.member->end_failed();
+      entry.task->end_failed();
       const std::lock_guard ended(mutex_);
       give_back(entry);
       call_thread();
     });
   } catch (const std::system_error&) {
     lock.unlock();
-    entry.member->end_failed();
+    entry.task->end_failed();
     lock.lock();
     give_back(entry);
   }
 }
 
-// Sleeps until a doorbell rings. Each member has armed its own and looked once more by then.
-void ProgressThread::sleep(const Entries& driven, const Deadline& until) {
+// Sleeps until a doorbell rings. Each task has armed its own and looked once more by then.
+void ProgressThread::sleep(const TaskStates& driven, const Deadline& until) {
   int most = until.milliseconds_left(kMostMilliseconds);
   doorbells_.assign(1, {bell_->fd(), POLLIN, 0});
-  for (const auto& each : driven) most = std::min(most, each->member->before_sleep(doorbells_));
+  for (const auto& each : driven) most = std::min(most, each->task->before_sleep(doorbells_));
   if (most >= 0) ::poll(doorbells_.data(), doorbells_.size(), most);
   if (doorbells_.front().revents != 0) bell_->clear();
-  for (const auto& each : driven) each->member->after_sleep();
+  for (const auto& each : driven) each->task->after_sleep();
 }
 
-void ProgressThread::give_back(Entry& entry) {
+void ProgressThread::give_back(TaskState& entry) {
   entry.used = false;
   unused_.notify_all();
 }

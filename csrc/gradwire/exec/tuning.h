@@ -1,4 +1,4 @@
-// Tuning: what a communicator is told when it is made, besides its Identity; and its lanes.
+// Tuning: the settings of a communicator, besides its Identity; and its lanes.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Tuning {
   std::size_t segment_bytes = 0;          // 0: chosen for each operation
   double stall_seconds = 30;              // see StallMonitor; 0: never
   Log log = log_to_stderr;                // gets stalls, and errors that no call would report
-  std::shared_ptr<Observer> observer = nullptr;  // is told of this rank's collectives
+  std::shared_ptr<Observer> observer = nullptr;  // of this rank's calls
   transport::Contexts contexts{};                // this process's, for transports that need one
   std::shared_ptr<const StopRequest> stop_request = nullptr;  // this process's; null: none
   std::shared_ptr<ProgressThread> progress = nullptr;         // shared with others; null: its own

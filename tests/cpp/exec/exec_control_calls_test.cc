@@ -11,35 +11,35 @@ namespace exec_control_calls_test {
 
 TEST_F(Planes, ACallInWhichAllHearOfAllIsSettledByItsData) {
   plane(0).begin_call(plan_of(Collective::kAllReduce, 10));
-  EXPECT_EQ(plane(0).unsettled_peer(), 1);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), 1);
   EXPECT_FALSE(plane(0).end_call());
   EXPECT_FALSE(plane(0).has_unannounced_calls());
-  EXPECT_EQ(plane(0).unsettled_peer(), kNoPeer);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), kNoPeer);
 }
 
 TEST_F(Planes, TheFirstRankMayBeTheOneThatIsBehind) {
   call(3, Collective::kBroadcast);
-  EXPECT_EQ(plane(3).unsettled_peer(), 0);
+  EXPECT_EQ(plane(3).unconfirmed_peer(), 0);
 }
 
 TEST_F(Planes, AnotherCallIsSettledWhenAllSayThatTheyHaveFinishedIt) {
   plane(0).begin_call(plan_of(Collective::kBroadcast, 10));
   EXPECT_TRUE(plane(0).end_call());
-  EXPECT_EQ(plane(0).unsettled_peer(), 1);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), 1);
   call(1, Collective::kBroadcast);
   waits(1, 0);  // in its call still
   poll({0});
-  EXPECT_EQ(plane(0).unsettled_peer(), 1);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), 1);
   idles(1);
   poll({0});
-  EXPECT_EQ(plane(0).unsettled_peer(), 2);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), 2);
   for (const Rank rank : {3, 2}) {
-    EXPECT_EQ(plane(0).unsettled_peer(), 2);
+    EXPECT_EQ(plane(0).unconfirmed_peer(), 2);
     call(rank, Collective::kBroadcast);
     idles(rank);
     poll({0});
   }
-  EXPECT_EQ(plane(0).unsettled_peer(), kNoPeer);
+  EXPECT_EQ(plane(0).unconfirmed_peer(), kNoPeer);
 }
 
 TEST_F(Planes, TheEndOfACallIsToldOutsideOfCalls) {

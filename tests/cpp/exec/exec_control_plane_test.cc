@@ -70,11 +70,11 @@ TEST_F(Planes, InACircleWhoIsOutsideIsNamedIfNobodyIsSilent) {
 }
 
 TEST_F(Planes, AWordOfARankResetsItsSilence) {
-  const double before = plane(0).seconds_since_word_of(1);
+  const double before = plane(0).seconds_since_message_of(1);
   waits(1, 2);
   poll({0});
-  EXPECT_LE(plane(0).seconds_since_word_of(1), plane(0).seconds_since_word_of(2));
-  EXPECT_GE(plane(0).seconds_since_word_of(2), before);
+  EXPECT_LE(plane(0).seconds_since_message_of(1), plane(0).seconds_since_message_of(2));
+  EXPECT_GE(plane(0).seconds_since_message_of(2), before);
   EXPECT_EQ(plane(0).text_of_position(1).substr(0, 29), "rank 1 waits for rank 2 in ca");
 }
 
@@ -120,7 +120,7 @@ TEST_F(Planes, TheExplanationOfALinksFailureMayComeLater) {
 
 TEST_F(Planes, WhoWaitsElsewhereEndsTheChainOutside) {
   waits(1, 2);
-  waits_elsewhere(2, 7);
+  awaited_by_others(2, 7);
   poll({0});
   EXPECT_EQ(plane(0).end_of_chain(1).peer, kNoPeer);
   EXPECT_EQ(plane(0).end_of_chain(1).job_peer, 7);

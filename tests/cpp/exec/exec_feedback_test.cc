@@ -130,8 +130,8 @@ TEST(Feedback, KeysOfReduceScatterMayEndAnywhere) {
   }
 }
 
-std::vector<std::uint64_t> extents_of(const std::vector<std::uint64_t>& blocks,
-                                      const std::vector<KeyedExtent>& keys) {
+std::vector<std::uint64_t> arrays_of(const std::vector<std::uint64_t>& blocks,
+                                     const std::vector<KeyedExtent>& keys) {
   std::vector<Array> arrays;
   for (std::uint64_t count : blocks) arrays.push_back({nullptr, count});
   Request call;
@@ -140,17 +140,17 @@ std::vector<std::uint64_t> extents_of(const std::vector<std::uint64_t>& blocks,
   call.inputs = arrays;
   call.size = static_cast<int>(blocks.size());
   std::vector<std::uint64_t> counts;
-  extent_counts(call, counts);
+  array_counts(call, counts);
   return counts;
 }
 
 TEST(Feedback, BlocksAreCutWhereKeysEnd) {
   using Counts = std::vector<std::uint64_t>;
-  EXPECT_EQ(extents_of({10, 20}, {}), Counts({10, 20}));
-  EXPECT_EQ(extents_of({10, 20}, {{"a", 30}}), Counts({10, 20}));
-  EXPECT_EQ(extents_of({10, 20}, {{"a", 10}, {"b", 0}, {"c", 20}}), Counts({10, 20}));
-  EXPECT_EQ(extents_of({10, 0, 5}, {{"a", 3}, {"b", 0}, {"c", 12}}), Counts({3, 7, 0, 0, 5, 0}));
-  EXPECT_EQ(extents_of({4, 4}, {{"a", 5}, {"b", 1}, {"c", 2}}), Counts({4, 0, 0, 1, 1, 2}));
+  EXPECT_EQ(arrays_of({10, 20}, {}), Counts({10, 20}));
+  EXPECT_EQ(arrays_of({10, 20}, {{"a", 30}}), Counts({10, 20}));
+  EXPECT_EQ(arrays_of({10, 20}, {{"a", 10}, {"b", 0}, {"c", 20}}), Counts({10, 20}));
+  EXPECT_EQ(arrays_of({10, 0, 5}, {{"a", 3}, {"b", 0}, {"c", 12}}), Counts({3, 7, 0, 0, 5, 0}));
+  EXPECT_EQ(arrays_of({4, 4}, {{"a", 5}, {"b", 1}, {"c", 2}}), Counts({4, 0, 0, 1, 1, 2}));
 }
 
 std::string refusal(Job& job, std::vector<KeyedExtent> keys) {

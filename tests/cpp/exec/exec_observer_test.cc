@@ -38,7 +38,7 @@ class Listener : public Observer {
                 const CodecTime&) noexcept override {
     add("received");
   }
-  void moved(const MessagePart& part) noexcept override { add(part.sent ? "message" : "mail"); }
+  void moved(const MessageFrame& part) noexcept override { add(part.sent ? "message" : "mail"); }
   void computed(const CodecTime&) noexcept override { add("computed"); }
   void awaits(Rank peer, bool) noexcept override { awaited_ = peer; }
   void phase_over() noexcept override { add("over"); }

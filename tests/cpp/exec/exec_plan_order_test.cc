@@ -31,10 +31,10 @@ bool each_knows_its_own(Collective collective) {
 // Extents of unlike sizes, so that there are several segments, and chunks without elements.
 std::vector<std::uint64_t> counts_of(const Recipe& recipe) {
   const auto p = static_cast<std::size_t>(recipe.ranks);
-  std::size_t extents = p;
-  if (recipe.collective == Collective::kAllToAll) extents = p * p;
+  std::size_t arrays = p;
+  if (recipe.collective == Collective::kAllToAll) arrays = p * p;
   std::vector<std::uint64_t> counts;
-  for (std::size_t i = 0; i < extents; ++i)
+  for (std::size_t i = 0; i < arrays; ++i)
     counts.push_back(i % 4 == 1 ? 0 : 9000 + i * 2311 % 7001);
   return counts;
 }
@@ -119,11 +119,11 @@ TEST(PlanOrder, IsOneWavefrontInBothDirections) {
 std::string told(const Plan& plan, const Frame& frame) {
   std::string text = std::to_string(frame.round) + " " + std::to_string(frame.segment) + "/" +
                      std::to_string(frame.segments) + " " + std::to_string(frame.bytes);
-  for (const Part& part : plan.parts(frame)) {
-    text += part.landing == schedule::Landing::kCopy ? " copy" : " reduce";
-    for (const Piece& piece : plan.pieces(part))
-      text += " " + std::to_string(piece.extent) + ":" + std::to_string(piece.offset) + "+" +
-              std::to_string(piece.count);
+  for (const Chunk& chunk : plan.chunks(frame)) {
+    text += chunk.landing == schedule::Landing::kCopy ? " copy" : " reduce";
+    for (const Span& span : plan.spans(chunk))
+      text += " " + std::to_string(span.array) + ":" + std::to_string(span.offset) + "+" +
+              std::to_string(span.count);
   }
   return text;
 }
@@ -159,9 +159,9 @@ std::vector<const Frame*> all_frames(const Plan& plan) {
 
 std::uint64_t payload(const Plan& plan, const Frame& frame) {
   std::uint64_t bytes = 0;
-  for (const Part& part : plan.parts(frame))
-    for (const Piece& piece : plan.pieces(part))
-      bytes += plan.lossy() ? plan.codec().max_bytes(piece.count) : piece.count * sizeof(float);
+  for (const Chunk& chunk : plan.chunks(frame))
+    for (const Span& span : plan.spans(chunk))
+      bytes += plan.lossy() ? plan.codec().max_bytes(span.count) : span.count * sizeof(float);
   return bytes;
 }
 
@@ -242,11 +242,11 @@ TEST(PlanOrder, WideSumsLieWithinTheirRoom) {
     for (binding.rank = 0; binding.rank < 5; ++binding.rank) {
       const Plan plan(schedule::all_reduce_by(algorithm, 5), binding);
       for (const Frame& frame : plan.receives())
-        for (const Part& part : plan.parts(frame)) {
-          if (part.wide.place == WideFold::kNone) continue;
+        for (const Chunk& chunk : plan.chunks(frame)) {
+          if (chunk.wide.place == WideFold::kNone) continue;
           std::size_t elements = 0;
-          for (const Piece& piece : plan.pieces(part)) elements += piece.count;
-          const std::size_t first = plan.wide_offset(part.wide);
+          for (const Span& span : plan.spans(chunk)) elements += span.count;
+          const std::size_t first = plan.wide_offset(chunk.wide);
           EXPECT_EQ(first % 16, 0U) << algorithm << ": cache lines";
           EXPECT_LE(first + elements, plan.wide_elements()) << algorithm;
           most = std::max(most, elements);
@@ -263,8 +263,8 @@ TEST(PlanOrder, CutsStandAtCacheLines) {
     const std::size_t unit = std::lcm(std::size_t{16}, job.plans[0].codec().unit());
     for (const Plan& plan : job.plans)
       for (const Frame& frame : plan.sends())
-        for (const Part& part : plan.parts(frame))
-          for (const Piece& piece : plan.pieces(part)) EXPECT_EQ(piece.offset % unit, 0U);
+        for (const Chunk& chunk : plan.chunks(frame))
+          for (const Span& span : plan.spans(chunk)) EXPECT_EQ(span.offset % unit, 0U);
   });
 }
 
@@ -273,11 +273,11 @@ TEST(PlanOrder, StoredPayloadsLieSideBySideAtCacheLines) {
     for (const Plan& plan : job.plans) {
       std::map<std::size_t, std::size_t> ends{{0, 0}};  // by place
       for (const Frame& send : plan.sends())
-        for (const Part& part : plan.parts(send)) {
-          if (part.stored == kNotStored) continue;
+        for (const Chunk& chunk : plan.chunks(send)) {
+          if (chunk.store_index == kNotStored) continue;
           std::size_t bytes = 0;
-          for (const Piece& piece : plan.pieces(part)) bytes += plan.codec().max_bytes(piece.count);
-          const std::size_t place = plan.store_offset(part.stored);
+          for (const Span& span : plan.spans(chunk)) bytes += plan.codec().max_bytes(span.count);
+          const std::size_t place = plan.store_offset(chunk.store_index);
           EXPECT_EQ(place % 64, 0U) << job.text();
           ends[place] = std::max(ends[place], place + bytes);
         }
@@ -314,12 +314,13 @@ TEST(PlanOrder, EachRankFinishesAChunkOnce) {
     for (const Plan& plan : job.plans) {
       std::set<std::uint32_t> finished;
       for (const Frame& send : plan.sends())
-        for (const Part& part : plan.parts(send))
-          if (part.finishes && part.pieces.first != part.pieces.last) {
-            EXPECT_TRUE(finished.insert(part.pieces.first).second) << job.text();
+        for (const Chunk& chunk : plan.chunks(send))
+          if (chunk.completes_sum && chunk.spans.first != chunk.spans.last) {
+            EXPECT_TRUE(finished.insert(chunk.spans.first).second) << job.text();
           }
       for (const Frame& receive : plan.receives())
-        for (const Part& part : plan.parts(receive)) EXPECT_FALSE(part.finishes) << job.text();
+        for (const Chunk& chunk : plan.chunks(receive))
+          EXPECT_FALSE(chunk.completes_sum) << job.text();
     }
   });
 }

@@ -61,9 +61,9 @@ class Planes : public testing::Test {
     plane(rank).announce();
   }
   void stands(Rank rank, const Position& where) { positions_[at(rank)] = where; }
-  void waits_elsewhere(Rank rank, Rank job_rank) {
+  void awaited_by_others(Rank rank, Rank job_rank) {
     positions_[at(rank)] = {};
-    positions_[at(rank)].elsewhere = job_rank;
+    positions_[at(rank)].job_peer = job_rank;
     plane(rank).announce();
   }
   void poll(std::initializer_list<Rank> ranks) {

@@ -29,7 +29,7 @@ double processor_seconds() {
 }
 
 // Moves only when it is its turn: `ball` is passed round among so many, `rounds` times.
-class Player final : public ProgressThread::Member {
+class Player final : public ProgressThread::Task {
  public:
   Player(std::atomic<int>& ball, int place, int players, int rounds)
       : ball_(ball), place_(place), players_(players), left_(rounds) {}

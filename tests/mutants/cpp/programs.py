@@ -44,7 +44,7 @@ PROGRAMS = {
     "csrc/gradwire/exec/plan/buffer_map.cc": [*PLAN[3:], "exec_gather_test"],
     "csrc/gradwire/exec/plan/chunk_layout.cc": ["exec_chunk_layout_test", *PLAN[:2], *PLAN[4:]],
     "csrc/gradwire/exec/plan/plan.cc": PLAN,
-    "csrc/gradwire/exec/plan/slices.cc": PLAN,
+    "csrc/gradwire/exec/plan/segmentation.cc": PLAN,
     "csrc/gradwire/exec/plan/wide_folds.cc": [
         "exec_wide_folds_test",
         "exec_plan_order_test",

@@ -1,5 +1,5 @@
-// AwaitedSenders: the ranks for whose messages threads of this rank are blocked, outside of the
-// communicator's own calls. Any thread may use it.
+// AwaitedSenders: the ranks from which threads of the program wait for messages, by other means
+// than Communicator::wait(). Any thread may use it.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,9 @@ class AwaitedSenders {
     return sender == kNoPeer ? !senders_.empty()
                              : std::ranges::find(senders_, sender) != senders_.end();
   }
-  // Returns a certain rank for which a thread waits; kNoPeer if there is none.
-  Rank certain() const noexcept {
+  // Returns a rank for which a thread waits; kNoPeer if there is none, or threads wait for any
+  // rank.
+  Rank one() const noexcept {
     const std::lock_guard lock(mutex_);
     return senders_.empty() ? kNoPeer : std::ranges::max(senders_);
   }

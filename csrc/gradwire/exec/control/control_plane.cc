@@ -45,13 +45,13 @@ void ControlPlane::begin_call(std::shared_ptr<const Plan> plan, const CallShape&
 bool ControlPlane::end_call() noexcept {
   const CallHistory::Record* last = history_.after(history_.calls());
   const bool by_data = last != nullptr && last->plan->confirms_all_ranks();
-  if (by_data) settled_ = history_.calls();
+  if (by_data) confirmed_ = history_.calls();
   unannounced_ = !by_data && size_ > 1;
   return unannounced_;
 }
 
-Rank ControlPlane::unsettled_peer() const {
-  if (settled_ == history_.calls()) return kNoPeer;
+Rank ControlPlane::unconfirmed_peer() const {
+  if (confirmed_ == history_.calls()) return kNoPeer;
   for (Rank peer = 0; peer < size_; ++peer) {
     const ControlFrame& frame = last_position_of(peer).frame;
     const std::uint32_t begun = (frame.flags & transport::kInCall) != 0 ? 1 : 0;
@@ -147,9 +147,9 @@ ControlFrame ControlPlane::position_frame() const {
   frame.culprit = position.waits_for;
   frame.round = position.round;
   frame.segment = position.segment;
-  if (position.elsewhere != kNoPeer) {
+  if (position.job_peer != kNoPeer) {
     frame.flags |= transport::kElsewhere;
-    frame.segment = static_cast<std::uint32_t>(position.elsewhere);
+    frame.segment = static_cast<std::uint32_t>(position.job_peer);
   }
   frame.value = static_cast<std::uint64_t>(position.seconds * 1e3);
   return frame;
@@ -158,8 +158,8 @@ ControlFrame ControlPlane::position_frame() const {
 void ControlPlane::announce() {
   announce_at_ = Deadline::after(kAnnounceSeconds);
   const ControlFrame frame = position_frame();
-  const bool all_told = control_.broadcast(frame);
-  if (all_told && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
+  const bool sent_to_all = control_.broadcast(frame);
+  if (sent_to_all && (frame.flags & transport::kInCall) == 0) unannounced_ = false;
 }
 
 // Sends the records of calls up to `call`, which the peer chose and may be any number, and then
@@ -194,7 +194,7 @@ void ControlPlane::close_gracefully(const WaitLimit& wait_limit, const Deadline&
   };
   for (;;) {
     poll_while_closing();
-    const Rank unheard = unsettled_peer();
+    const Rank unheard = unconfirmed_peer();
     if (unheard != kNoPeer && wait_limit.passed()) throw close_timeout(unheard);
     if (unheard == kNoPeer && (!others_stay() || together.passed())) return;
     sleep(unheard == kNoPeer ? wait_limit.until(together) : wait_limit);
@@ -254,7 +254,7 @@ bool ControlPlane::awaits_replies(double seconds) const {
   return Clock::now() < queried_at_ + std::chrono::duration<double>(seconds) && !all_replied();
 }
 
-double ControlPlane::seconds_since_word_of(Rank peer) const {
+double ControlPlane::seconds_since_message_of(Rank peer) const {
   const Clock::time_point last = std::max(made_at_, last_position_of(peer).received_at);
   return std::chrono::duration<double>(Clock::now() - last).count();
 }

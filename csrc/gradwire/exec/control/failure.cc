@@ -14,7 +14,7 @@ using transport::ControlFrame;
 using transport::FailureKind;
 
 // Begins the text of a failure that was found in another communicator.
-constexpr std::string_view kElsewhere = "another group failed, that of ";
+constexpr std::string_view kOtherGroup = "another group failed, that of ";
 
 ControlFrame make(FailureKind kind, Rank culprit, const char* text) noexcept {
   ControlFrame frame;
@@ -49,12 +49,20 @@ std::string named_text(const PeerError& error, Rank job_peer) {
   return text;
 }
 
-template <typename E>
-std::exception_ptr with_job_peer_of(const E& e, const std::exception_ptr& error,
-                                    const Identity& identity) {
-  const Rank job_peer = job_peer_of(e, identity);
-  if (job_peer == e.job_peer()) return error;
-  return std::make_exception_ptr(E(named_text(e, job_peer), e.peer(), job_peer, e.alone()));
+std::exception_ptr make_error(FailureKind kind, const std::string& text, Rank peer, Rank job_peer,
+                              bool alone) {
+  switch (kind) {
+    case FailureKind::kTimeout:
+      return std::make_exception_ptr(Timeout(text, peer, job_peer, alone));
+    case FailureKind::kAborted:
+      return std::make_exception_ptr(Aborted(text, peer, job_peer, alone));
+    case FailureKind::kInvalidArgument:
+      return std::make_exception_ptr(InvalidArgument(text));
+    case FailureKind::kTransport:
+    case FailureKind::kOther:
+      break;
+  }
+  return std::make_exception_ptr(TransportError(text, peer, job_peer, alone));
 }
 
 std::vector<Rank> all_ranks(const Identity& identity) {
@@ -84,50 +92,36 @@ ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept 
 }
 
 std::exception_ptr error_of(const ControlFrame& failure) {
-  const std::string text = transport::text_of(failure);
-  const Rank peer = failure.culprit, job_peer = job_peer_of(failure);
-  const bool alone = (failure.flags & transport::kAlone) != 0;
-  switch (failure.kind) {
-    case FailureKind::kTimeout:
-      return std::make_exception_ptr(Timeout(text, peer, job_peer, alone));
-    case FailureKind::kAborted:
-      return std::make_exception_ptr(Aborted(text, peer, job_peer, alone));
-    case FailureKind::kInvalidArgument:
-      return std::make_exception_ptr(InvalidArgument(text));
-    case FailureKind::kTransport:
-    case FailureKind::kOther:
-      break;
-  }
-  return std::make_exception_ptr(TransportError(text, peer, job_peer, alone));
+  return make_error(failure.kind, transport::text_of(failure), failure.culprit,
+                    job_peer_of(failure), (failure.flags & transport::kAlone) != 0);
 }
 
 std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity& identity) {
   try {
     std::rethrow_exception(error);
-  } catch (const TransportError& e) {
-    return with_job_peer_of(e, error, identity);
-  } catch (const Timeout& e) {
-    return with_job_peer_of(e, error, identity);
-  } catch (const Aborted& e) {
-    return with_job_peer_of(e, error, identity);
+  } catch (const PeerError& e) {
+    const Rank job_peer = job_peer_of(e, identity);
+    if (job_peer == e.job_peer()) return error;
+    return make_error(failure_frame(error, identity.rank).kind, named_text(e, job_peer), e.peer(),
+                      job_peer, e.alone());
   } catch (...) {
     return error;
   }
 }
 
-bool crosses(const ControlFrame& failure) noexcept {
+bool fails_family(const ControlFrame& failure) noexcept {
   return failure.kind != FailureKind::kInvalidArgument && (failure.flags & transport::kAlone) == 0;
 }
 
-ControlFrame crossed(ControlFrame failure, const Identity& there, const Identity& here) {
+ControlFrame translated(ControlFrame failure, const Identity& there, const Identity& here) {
   const Rank job_peer =
       failure.culprit == kNoPeer ? job_peer_of(failure) : there.job_rank(failure.culprit);
   failure.culprit = here.member(job_peer);
   failure.value = static_cast<std::uint64_t>(job_peer + 1);
   const std::string text = transport::text_of(failure);
-  if (!text.starts_with(kElsewhere))
+  if (!text.starts_with(kOtherGroup))
     transport::set_text(
-        failure, std::string(kElsewhere) + name_ranks(all_ranks(there)) + " of the job: " + text);
+        failure, std::string(kOtherGroup) + name_ranks(all_ranks(there)) + " of the job: " + text);
   return failure;
 }
 

@@ -12,18 +12,18 @@
 
 namespace gradwire::exec {
 
-// Thrown by the driver when its caller was interrupted. Carries what the caller wants rethrown.
+// Thrown by a driver whose caller's interrupt has thrown `cause`, which the caller wants rethrown.
 struct Interruption {
   std::exception_ptr cause;
 };
 
-// Thrown by the driver when another rank told it why to fail: nothing is left to find out.
+// Thrown by a driver when another rank has sent the failure's root cause.
 struct RootCause {
   std::exception_ptr error;
 };
 
-// Thrown by the driver when it found that another rank made another call than its own: in `call`,
-// or before it. `what` is used if the ranks' answers do not tell more.
+// Thrown by a driver when another rank made another call than this one, in `call` or before it.
+// `what` describes that, for when the ranks' answers do not tell more.
 struct Disagreement {
   std::uint32_t call = 0;
   std::string what;
@@ -33,6 +33,7 @@ struct Disagreement {
   std::uint64_t expected = 0;
 };
 
+// Convert an error of rank `rank` to a message, and a message to an error.
 transport::ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept;
 std::exception_ptr error_of(const transport::ControlFrame& failure);
 
@@ -42,9 +43,9 @@ std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity
 // Returns whether a failure of one communicator ends the others of its process: the culprit, or the
 // program that runs into the failure, will not come to their calls any more. Calls that differ are
 // left to the program.
-bool crosses(const transport::ControlFrame& failure) noexcept;
+bool fails_family(const transport::ControlFrame& failure) noexcept;
 // Returns a failure of communicator `there` as one of `here`, which is in the same process.
-transport::ControlFrame crossed(transport::ControlFrame failure, const Identity& there,
-                                const Identity& here);
+transport::ControlFrame translated(transport::ControlFrame failure, const Identity& there,
+                                   const Identity& here);
 
 }  // namespace gradwire::exec

@@ -40,7 +40,7 @@ void Family::set_wait(const Member& member, Rank job_rank) noexcept {
     if (entry->member == &member) entry->waits_for = job_rank;
 }
 
-Rank Family::waits_elsewhere(const Member& member) const noexcept {
+Rank Family::awaited_by_others(const Member& member) const noexcept {
   const std::lock_guard lock(mutex_);
   for (const auto& entry : entries_)
     if (entry->member != &member && entry->waits_for != kNoPeer) return entry->waits_for;

@@ -1,10 +1,10 @@
 // Family: the communicators of one process that a program uses together, such as the groups of a
 // 2-D mesh. A rank that fails in one of them will not come to the calls of the others, so these
-// fail too, with the same culprit. A rank that waits in one of them is silent in the others unless
-// its driver serves these meanwhile: their members ask for whom it waits.
+// fail too, with the same culprit. While a rank waits in one of them, its driver also answers those
+// who ask in the others for whom it waits.
 //
-// Any thread may call it. Members call it without their own mutex, except for set_wait() and
-// waits_elsewhere().
+// Any thread may call it. Members may hold their own mutex only in set_wait() and
+// awaited_by_others().
 #pragma once
 
 #include <memory>
@@ -18,14 +18,14 @@ namespace gradwire::exec {
 
 class Family {
  public:
-  // A communicator of the family.
+  // A communicator of the family. An interface, since communicators are in a layer above.
   class Member {
    public:
     // Fails as communicator `there` of the same process did, unless it has ended. Never blocks for
     // long.
     virtual void fail_as(const transport::ControlFrame& failure,
                          const Identity& there) noexcept = 0;
-    // Answers those who ask, unless a thread drives it and so does that. Never blocks. Returns
+    // Answers ranks that ask, unless a thread drives it, which does that. Never blocks. Returns
     // whether a rank has asked for the position.
     virtual bool serve() = 0;
 
@@ -40,10 +40,10 @@ class Family {
   void fail_others(const Member& failed, const Identity& identity,
                    const transport::ControlFrame& failure);
 
-  // Sets for which rank of the job a member waits, perhaps over others; kNoPeer: for none.
+  // Sets for which rank of the job a member waits at the end of the chain; kNoPeer: none.
   void set_wait(const Member& member, Rank job_rank) noexcept;
   // Returns for which rank of the job another member waits; kNoPeer if none does.
-  Rank waits_elsewhere(const Member& member) const noexcept;
+  Rank awaited_by_others(const Member& member) const noexcept;
   // Serves all members but one. Returns whether a rank has asked for a position.
   bool serve_others(const Member& waiting);
 

@@ -1,5 +1,5 @@
-// CallHistory: the last collectives of a rank, and a digest of all that it ever began. Ranks that
-// made the same calls in the same order have the same digest, with whomever they exchanged data.
+// CallHistory: the last collectives that a rank has begun, and a digest of all of them. Ranks that
+// made the same calls in the same order have the same digest, whatever data they exchanged.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace gradwire::exec {
 
-// The shapes by which a call is compared, besides its plan; none if digest is 0.
+// The shapes of a call's arrays, where ranks compare them; a digest of 0 means that they do not.
 struct CallShape {
   std::uint64_t digest = 0;
   std::string_view text;
@@ -37,7 +37,7 @@ class CallHistory {
   // Returns the fingerprint for the frames of the call that is added next: it covers this call and
   // all before it.
   std::uint32_t fingerprint_of_next(const Plan& plan, const CallShape& shape) const noexcept;
-  // Returns the last of the first `calls` calls; null if it has not begun, or is too long ago.
+  // Returns the record of call `calls - 1`; null if it has not begun, or is no longer kept.
   const Record* after(std::uint32_t calls) const noexcept;
 
  private:
@@ -46,8 +46,8 @@ class CallHistory {
   std::array<Record, kKept> records_;
 };
 
-// The shapes that were seen before. Ranks that have made the same calls have the same ones. Of very
-// many, some are forgotten.
+// The shapes of earlier calls, by their digests: the same on ranks that made the same calls. Of
+// more than 1024 some are forgotten.
 class SeenShapes {
  public:
   // Adds a digest. Returns whether it is new; 0 never is.

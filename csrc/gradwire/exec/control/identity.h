@@ -11,6 +11,7 @@
 
 namespace gradwire::exec {
 
+// Returns "rank 3", for messages.
 inline std::string name_of(Rank rank) { return "rank " + std::to_string(rank); }
 
 struct Identity {

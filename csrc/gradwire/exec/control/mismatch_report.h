@@ -1,5 +1,5 @@
-// MismatchReport: says who called what, when ranks were found to make different calls. It collects
-// the records of the ranks' last calls and finds the first call in which they differ.
+// MismatchReport: the text that says who called what, when ranks have made different calls. It
+// collects the ranks' records of their last calls and finds the first call in which they differ.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,11 @@ class MismatchReport {
  public:
   explicit MismatchReport(int size) : ranks_(at(size)) {}
 
-  // Adds a frame of any kind that describes a rank's calls.
+  // Adds a message of any kind that describes a rank's calls.
   void add(Rank from, const transport::ControlFrame& frame);
-  // Says that no more frames will come from this rank.
+  // Notes that no more messages will come from this rank.
   void mark_final(Rank rank) { of(rank).done = true; }
+  // Returns whether all ranks are marked so.
   bool is_complete() const;
 
   // Returns the value field of the rank's answer about that call, if it has answered.

@@ -49,9 +49,9 @@ struct StallMonitor::PositionLookup {
   }
 
   Rank end_of_chain(Rank rank) const {
-    for (int step = 0; step < self.size_; ++step) {
+    for (int step = 0; step < self.identity_.size; ++step) {
       const Rank waits_for = next(rank);
-      if (waits_for == kNoPeer || waits_for == self.rank_) break;
+      if (waits_for == kNoPeer || waits_for == self.identity_.rank) break;
       rank = waits_for;
     }
     return rank;
@@ -59,10 +59,7 @@ struct StallMonitor::PositionLookup {
 };
 
 StallMonitor::StallMonitor(const Identity& identity, double stall_seconds, Log log)
-    : rank_(identity.rank),
-      size_(identity.size),
-      communicator_(identity.communicator),
-      tag_(identity.tag),
+    : identity_(identity),
       stall_seconds_(stall_seconds),
       log_(std::move(log)),
       status_(identity),
@@ -71,11 +68,12 @@ StallMonitor::StallMonitor(const Identity& identity, double stall_seconds, Log l
       log_after_(nanoseconds(stall_seconds)) {}
 
 bool StallMonitor::is_status_of(const RankStatus& found, Rank rank) const {
-  const bool same_job = tag_ != 0 ? found.page.tag == tag_ : found.pid == ::getpid();
-  return same_job && found.page.communicator == communicator_ && found.page.rank == rank;
+  const bool same_job =
+      identity_.tag != 0 ? found.page.tag == identity_.tag : found.pid == ::getpid();
+  return same_job && found.page.communicator == identity_.communicator && found.page.rank == rank;
 }
 
-std::optional<RankStatus> StallMonitor::seen_here(Rank rank) const {
+std::optional<RankStatus> StallMonitor::status_on_this_host(Rank rank) const {
   for (const RankStatus& each : ranks_on_this_host())
     if (is_status_of(each, rank)) return each;
   return std::nullopt;
@@ -98,10 +96,10 @@ void StallMonitor::log_stall(const Wait& wait, const ControlPlane& control) {
   const bool call = wait.activity == Activity::kCall;
   const PositionLookup lookup{*this, control, ranks_on_this_host()};
   const Rank end = lookup.end_of_chain(wait.peer);
-  std::string line = name_of(rank_) + ": " + wait.spec + (call ? ", call " : ", message ") +
-                     std::to_string(wait.number) + ", has not moved for " +
-                     seconds_text(stall_seconds_) + ": " + reason(wait) + "; " +
-                     lookup.describe(wait.peer);
+  std::string line = name_of(identity_.rank) + ": " + wait.spec +
+                     (call ? ", call " : ", message ") + std::to_string(wait.number) +
+                     ", has not moved for " + seconds_text(stall_seconds_) + ": " + reason(wait) +
+                     "; " + lookup.describe(wait.peer);
   if (end != wait.peer) line += "; at the end of the chain, " + lookup.describe(end);
   log_(line + ". All ranks of a host: gradwire doctor --job");
 }

@@ -1,9 +1,7 @@
-// StallMonitor: reports a rank that does not move. It keeps the rank's status page, which shows
-// after a second whom the rank waits for. For each operation that has not moved for long it logs
-// one line: what it is, where it stands, whom it waits for, and what that rank does.
-//
-// The communicator's driver uses it; while there is no driver, the thread that holds the mutex
-// does.
+// StallMonitor: reports that this rank's operations do not move. After a second it shows on the
+// rank's status page for whom the rank waits. For each operation that has not moved for
+// `stall_seconds` it logs one line: the operation, its position, for whom it waits, and what that
+// rank does. It belongs to the communicator's Driver.
 #pragma once
 
 #include <cstdint>
@@ -45,15 +43,13 @@ class StallMonitor {
     published_ = false;
   }
 
-  // Returns whether report() is due: while nothing moves, it publishes once and logs once.
+  // Returns whether to call report(): while nothing moves it publishes once and logs once.
   bool due() const noexcept { return coarse_now() >= due_at_; }
   void report(const Wait& wait, const ControlPlane& control);
   // Returns what a rank's status page shows, if it is on this host.
-  std::optional<RankStatus> seen_here(Rank rank) const;
+  std::optional<RankStatus> status_on_this_host(Rank rank) const;
 
-  void set_failed(std::string_view reason) noexcept { status_.set_failed(reason); }
-  void release() noexcept { status_.release(); }
-  void release_after_fork() noexcept { status_.release_after_fork(); }
+  Status& status() noexcept { return status_; }
 
  private:
   // An operation that was logged as stalled.
@@ -68,10 +64,7 @@ class StallMonitor {
   bool is_status_of(const RankStatus& found, Rank rank) const;
   void log_stall(const Wait& wait, const ControlPlane& control);
 
-  Rank rank_;
-  int size_;
-  std::uint32_t communicator_;
-  std::uint64_t tag_;
+  const Identity identity_;
   double stall_seconds_;
   Log log_;
   Status status_;
@@ -79,7 +72,7 @@ class StallMonitor {
   std::uint64_t publish_after_, log_after_;
   std::uint64_t idle_since_ = 0;
   std::uint64_t due_at_ = 0;
-  bool published_ = false;  // the status page shows whom it waits for
+  bool published_ = false;  // the status page shows for whom it waits
   LoggedStall last_logged_;
 };
 

@@ -76,7 +76,7 @@ bool is_valid(const StatusPage& page) {
 }
 
 // Terminates an untrusted text, and replaces characters that could control a terminal.
-void tame(char* text, std::size_t size) {
+void sanitize(char* text, std::size_t size) {
   text[size - 1] = '\0';
   for (char* each = text; *each != '\0'; ++each)
     if (*each < ' ' || *each > '~') *each = '?';
@@ -189,9 +189,9 @@ std::optional<StatusPage> read_status(int descriptor) {
     if (!read_version(descriptor, after)) return std::nullopt;
   }
   if (!is_valid(page)) return std::nullopt;
-  tame(page.job.data(), sizeof page.job);
-  tame(page.about.data(), sizeof page.about);
-  tame(reinterpret_cast<char*>(page.current.spec.data()), sizeof page.current.spec);
+  sanitize(page.job.data(), sizeof page.job);
+  sanitize(page.about.data(), sizeof page.about);
+  sanitize(reinterpret_cast<char*>(page.current.spec.data()), sizeof page.current.spec);
   return page;
 }
 

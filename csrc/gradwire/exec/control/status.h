@@ -1,12 +1,12 @@
-// Status: a page of memory on which a rank publishes what it does, for any process of the same user
-// to read (status_scan.h), even while the rank's process is stopped or holds a lock for ever.
+// Status: a page of memory on which a rank publishes what it does. Any process of the same user can
+// read it (status_scan.h), even while the rank's process is stopped or hangs.
 //
-// The page is a sealed memfd, which readers find by its name among a process's descriptors. So
-// there is no socket to serve, and nothing is left behind. A forked child inherits the page: `pid`
-// says whose it is.
+// The page is a sealed memfd, which readers find by its name among a process's descriptors: no
+// socket is served, and nothing is left behind. A forked child inherits the page; `pid` says whose
+// it is.
 //
-// One thread writes at a time, the driver. The version is odd during an update, which tells readers
-// to look again (a seqlock, with release stores instead of fences).
+// One thread writes at a time, the driver. The version is odd during an update, and then readers
+// read again (a seqlock, with release stores instead of fences).
 #pragma once
 
 #include <array>
@@ -80,7 +80,7 @@ struct Wait {
 
 class Status {
  public:
-  // Where there are no memfds the page is this process's own memory, and nobody finds it.
+  // Without memfds the page is private memory, which no other process finds.
   explicit Status(const Identity& identity);
   ~Status() { release(); }
   Status(const Status&) = delete;
@@ -91,7 +91,7 @@ class Status {
   void end() noexcept { set_moving(/*outside=*/true); }
 
   void set_waiting(const Wait& wait, std::uint64_t since) noexcept;
-  // Records that the rank moves: `outside` of any call, or in the last one that began.
+  // Shows that the rank waits for nobody: `outside` of any call, or in the last one that began.
   void set_moving(bool outside) noexcept;
   void set_failed(std::string_view reason) noexcept;
 

@@ -65,7 +65,7 @@ bool is_status_page(const std::string& descriptor) {
   return length > 0 && std::string_view(target.data(), static_cast<std::size_t>(length)) == wanted;
 }
 
-void look_at(const std::string& pid, std::vector<RankStatus>& found) {
+void add_status_of(const std::string& pid, std::vector<RankStatus>& found) {
   const std::string process = "/proc/" + pid;
   if (!is_own(process)) return;
   each_number_in(process + "/fd", [&](const std::string& number) {
@@ -109,7 +109,7 @@ double RankStatus::seconds() const noexcept {
 
 std::vector<RankStatus> ranks_on_this_host() {
   std::vector<RankStatus> found;
-  each_number_in("/proc", [&](const std::string& pid) { look_at(pid, found); });
+  each_number_in("/proc", [&](const std::string& pid) { add_status_of(pid, found); });
   return found;
 }
 

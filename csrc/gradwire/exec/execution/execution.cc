@@ -23,7 +23,7 @@ codec::ReduceKernel fold_of(DType dtype, ReduceOp op) {
 }
 
 ConstBytes first(ConstBytes in, std::size_t size) {
-  if (in.size() < size) throw InvalidArgument("a frame is shorter than its parts");
+  if (in.size() < size) throw InvalidArgument("a frame is shorter than its chunks");
   return in.first(size);
 }
 
@@ -38,8 +38,8 @@ void Execution::start(const Call& call) {
   if (store_.size() < call.plan->store_bytes()) store_.resize(call.plan->store_bytes());
   addends_.reserve(call.plan->most_addends());
   if (wide_.size() < call.plan->wide_elements()) wide_.resize(call.plan->wide_elements());
-  if (stored_bytes_.size() < call.plan->stored_parts())
-    stored_bytes_.resize(call.plan->stored_parts());
+  if (stored_bytes_.size() < call.plan->stored_chunks())
+    stored_bytes_.resize(call.plan->stored_chunks());
 }
 
 bool Execution::advance(Links& links, TrafficCounter& traffic) {
@@ -158,14 +158,14 @@ void Execution::fold(const Frame& frame, std::byte* out) {
   const DType dtype = call_.plan->spec().dtype;
   const codec::ReduceKernel add = fold_of(dtype, call_.plan->spec().op);
   std::size_t at = 0;
-  for (const Part& part : call_.plan->parts(frame))
-    for (const Piece& piece : call_.plan->pieces(part)) {
-      Piece block = piece;
-      const std::size_t end = piece.offset + piece.count;
+  for (const Chunk& chunk : call_.plan->chunks(frame))
+    for (const Span& span : call_.plan->spans(chunk)) {
+      Span block = span;
+      const std::size_t end = span.offset + span.count;
       for (; block.offset < end; block.offset += block.count, at += bytes_of(block)) {
         block.count = std::min(kBlock / size_of(dtype), end - block.offset);
         for (const std::byte* addend : addends_) add(address(block), addend + at, block.count);
-        if (part.finishes) scale(block);
+        if (chunk.completes_sum) scale(block);
         if (out != nullptr) copy_(out + at, address(block), bytes_of(block));
       }
     }
@@ -177,7 +177,7 @@ bool Execution::try_end(Links& links) {
   if (!links.flush()) return note_wait(links.full_peer(), /*reads=*/true);
   const Plan& plan = *call_.plan;
   if (ended_ || sent_ < plan.sends().size() || landed_ < plan.receives().size()) return false;
-  for (const Piece& piece : plan.finished_here()) finish_here(piece);
+  for (const Span& span : plan.finished_here()) finish_here(span);
   ended_ = true;
   return true;
 }
@@ -253,62 +253,61 @@ void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank p
 
 std::size_t Execution::stage(const Frame& frame, Bytes out) {
   std::size_t written = 0;
-  for (const Part& part : call_.plan->parts(frame))
-    written += stage_part(part, out.subspan(written));
+  for (const Chunk& chunk : call_.plan->chunks(frame))
+    written += stage_chunk(chunk, out.subspan(written));
   return written;
 }
 
-std::size_t Execution::stage_part(const Part& part, Bytes out) {
-  if (part.finishes) finish(part);
-  if (part.stored != kNotStored) {
-    const std::size_t size = stored_bytes_[part.stored];
-    copy_(out.data(), store_of(part).data(), size);
+std::size_t Execution::stage_chunk(const Chunk& chunk, Bytes out) {
+  if (chunk.completes_sum) finish(chunk);
+  if (chunk.store_index != kNotStored) {
+    const std::size_t size = stored_bytes_[chunk.store_index];
+    copy_(out.data(), store_of(chunk).data(), size);
     return size;
   }
   std::size_t written = 0;
-  for (const Piece& piece : call_.plan->pieces(part))
-    written += encode(piece, out.subspan(written));
+  for (const Span& span : call_.plan->spans(chunk)) written += encode(span, out.subspan(written));
   return written;
 }
 
 // Finishes a sum that this rank owns: from here on all ranks, this one too, have the same bits.
-void Execution::finish(const Part& part) {
-  const auto pieces = call_.plan->pieces(part);
-  if (part.stored != kNotStored) {
-    const Bytes store = store_of(part);
+void Execution::finish(const Chunk& chunk) {
+  const auto spans = call_.plan->spans(chunk);
+  if (chunk.store_index != kNotStored) {
+    const Bytes store = store_of(chunk);
     std::size_t written = 0;
-    for (const Piece& piece : pieces) {
-      const std::size_t size = encode(piece, store.subspan(written));
-      decode(piece, store.subspan(written, size));
+    for (const Span& span : spans) {
+      const std::size_t size = encode(span, store.subspan(written));
+      decode(span, store.subspan(written, size));
       written += size;
     }
-    stored_bytes_[part.stored] = static_cast<std::uint32_t>(written);
+    stored_bytes_[chunk.store_index] = static_cast<std::uint32_t>(written);
   }
-  for (const Piece& piece : pieces) scale(piece);
+  for (const Span& span : spans) scale(span);
 }
 
-std::size_t Execution::encode(const Piece& piece, Bytes out) {
+std::size_t Execution::encode(const Span& span, Bytes out) {
   if (!call_.plan->lossy()) {
-    const std::size_t size = bytes_of(piece);
-    copy_(out.data(), address(piece), size);
+    const std::size_t size = bytes_of(span);
+    copy_(out.data(), address(span), size);
     return size;
   }
-  const codec::EncodeContext context = context_of(piece);
+  const codec::EncodeContext context = context_of(span);
   const Stopwatch stopwatch(spent_.encode);
-  return codec::encode(call_.plan->codec(), floats(piece), piece.count, context, out);
+  return codec::encode(call_.plan->codec(), floats(span), span.count, context, out);
 }
 
-codec::EncodeContext Execution::context_of(const Piece& piece) const {
+codec::EncodeContext Execution::context_of(const Span& span) const {
   codec::EncodeContext context;
-  if (!call_.contexts.empty()) context = call_.contexts[piece.extent];
+  if (!call_.contexts.empty()) context = call_.contexts[span.array];
   number(context, call_.rank, call_.operation);
-  return context.from(piece.offset);
+  return context.from(span.offset);
 }
 
 // Decodes a final value, which has the same bits on all ranks. Returns the bytes consumed.
-std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
+std::size_t Execution::decode(const Span& span, ConstBytes in) {
   const Stopwatch stopwatch(spent_.decode);
-  const codec::Decoded decoded = call_.plan->codec().decode(in, floats(piece), piece.count);
+  const codec::Decoded decoded = call_.plan->codec().decode(in, floats(span), span.count);
   finite_ = finite_ && decoded.finite;
   return decoded.bytes;
 }
@@ -316,9 +315,9 @@ std::size_t Execution::decode(const Piece& piece, ConstBytes in) {
 void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
   try {
     std::size_t consumed = 0;
-    for (const Part& part : call_.plan->parts(frame))
-      consumed += land_part(part, in.subspan(consumed));
-    if (consumed != in.size()) throw InvalidArgument("a frame is longer than its parts");
+    for (const Chunk& chunk : call_.plan->chunks(frame))
+      consumed += land_chunk(chunk, in.subspan(consumed));
+    if (consumed != in.size()) throw InvalidArgument("a frame is longer than its chunks");
   } catch (const InvalidArgument& error) {  // the codec refuses a payload
     throw TransportError(name_of(call_.rank) + ": rank " + std::to_string(peer) +
                              " sent a payload that can't be decoded: " + error.what(),
@@ -326,89 +325,89 @@ void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
   }
 }
 
-std::size_t Execution::land_part(const Part& part, ConstBytes in) {
-  if (part.wide.place != WideFold::kNone) return land_wide(part, in);
+std::size_t Execution::land_chunk(const Chunk& chunk, ConstBytes in) {
+  if (chunk.wide.place != WideFold::kNone) return land_wide(chunk, in);
   const bool coded = call_.plan->lossy();
   std::size_t consumed = 0;
-  for (const Piece& piece : call_.plan->pieces(part))
-    consumed += coded ? land_coded(part, piece, in.subspan(consumed))
-                      : land_plain(part, piece, in.subspan(consumed));
-  if (part.stored != kNotStored) {
-    copy_cached(store_of(part).data(), in.data(), consumed);
-    stored_bytes_[part.stored] = static_cast<std::uint32_t>(consumed);
+  for (const Span& span : call_.plan->spans(chunk))
+    consumed += coded ? land_coded(chunk, span, in.subspan(consumed))
+                      : land_plain(chunk, span, in.subspan(consumed));
+  if (chunk.store_index != kNotStored) {
+    copy_cached(store_of(chunk).data(), in.data(), consumed);
+    stored_bytes_[chunk.store_index] = static_cast<std::uint32_t>(consumed);
   }
   return consumed;
 }
 
-// Adds the part to a float32 sum, which the last addend rounds. Returns the bytes consumed.
-std::size_t Execution::land_wide(const Part& part, ConstBytes in) {
+// Adds the chunk to a float32 sum, which the last addend rounds. Returns the bytes consumed.
+std::size_t Execution::land_wide(const Chunk& chunk, ConstBytes in) {
   const Plan& plan = *call_.plan;
   const codec::WideKernels& wide = *codec::wide_kernels(plan.spec().dtype, plan.spec().op);
-  const float factor = part.wide.averages ? static_cast<float>(1.0 / plan.divisor()) : 1;
-  float* sum = wide_.data() + plan.wide_offset(part.wide);
+  const float factor = chunk.wide.averages ? static_cast<float>(1.0 / plan.divisor()) : 1;
+  float* sum = wide_.data() + plan.wide_offset(chunk.wide);
   std::size_t consumed = 0;
-  for (const Piece& piece : plan.pieces(part)) {
-    const ConstBytes addend = first(in.subspan(consumed), bytes_of(piece));
-    if (part.wide.begins)
-      wide.begin(address(piece), addend.data(), sum, piece.count);
+  for (const Span& span : plan.spans(chunk)) {
+    const ConstBytes addend = first(in.subspan(consumed), bytes_of(span));
+    if (chunk.wide.begins)
+      wide.begin(address(span), addend.data(), sum, span.count);
     else
-      wide.fold(sum, addend.data(), piece.count);
-    if (part.wide.ends) wide.round(sum, factor, address(piece), piece.count);
-    sum += piece.count;
+      wide.fold(sum, addend.data(), span.count);
+    if (chunk.wide.ends) wide.round(sum, factor, address(span), span.count);
+    sum += span.count;
     consumed += addend.size();
   }
   return consumed;
 }
 
-std::size_t Execution::land_plain(const Part& part, const Piece& piece, ConstBytes in) {
+std::size_t Execution::land_plain(const Chunk& chunk, const Span& span, ConstBytes in) {
   const OpSpec& spec = call_.plan->spec();
-  const ConstBytes payload = first(in, bytes_of(piece));
-  if (part.landing == Landing::kCopy) {
-    std::memcpy(address(piece), payload.data(), payload.size());
+  const ConstBytes payload = first(in, bytes_of(span));
+  if (chunk.landing == Landing::kCopy) {
+    std::memcpy(address(span), payload.data(), payload.size());
   } else {
-    fold_of(spec.dtype, spec.op)(address(piece), payload.data(), piece.count);
+    fold_of(spec.dtype, spec.op)(address(span), payload.data(), span.count);
   }
   return payload.size();
 }
 
 // Lands a payload. It passes the codec no more bytes than the codec can make, since the place where
-// they are stored and sent on has room for no more. Returns the bytes consumed.
-std::size_t Execution::land_coded(const Part& part, const Piece& piece, ConstBytes in) {
-  in = in.first(std::min(in.size(), call_.plan->codec().max_bytes(piece.count)));
-  if (part.landing == Landing::kReduce) {
+// they are kept and sent on has room for no more. Returns the bytes consumed.
+std::size_t Execution::land_coded(const Chunk& chunk, const Span& span, ConstBytes in) {
+  in = in.first(std::min(in.size(), call_.plan->codec().max_bytes(span.count)));
+  if (chunk.landing == Landing::kReduce) {
     const Stopwatch stopwatch(spent_.decode);
-    return call_.plan->codec().decode_add(in, floats(piece), piece.count).bytes;
+    return call_.plan->codec().decode_add(in, floats(span), span.count).bytes;
   }
-  const std::size_t size = decode(piece, in);
-  scale(piece);
+  const std::size_t size = decode(span, in);
+  scale(span);
   return size;
 }
 
-Bytes Execution::store_of(const Part& part) {
-  return Bytes(store_).subspan(call_.plan->store_offset(part.stored));
+Bytes Execution::store_of(const Chunk& chunk) {
+  return Bytes(store_).subspan(call_.plan->store_offset(chunk.store_index));
 }
 
 // Finishes a result that only this rank has and that was never encoded: all of the residual is
 // delivered.
-void Execution::finish_here(const Piece& piece) {
+void Execution::finish_here(const Span& span) {
   if (call_.plan->lossy()) {
-    codec::deliver(context_of(piece), floats(piece), piece.count);
-    finite_ = codec::mark_not_finite(call_.plan->codec(), floats(piece), piece.count) && finite_;
+    codec::deliver(context_of(span), floats(span), span.count);
+    finite_ = codec::mark_not_finite(call_.plan->codec(), floats(span), span.count) && finite_;
   }
-  scale(piece);
+  scale(span);
 }
 
-void Execution::scale(const Piece& piece) {
+void Execution::scale(const Span& span) {
   const int divisor = call_.plan->divisor();
-  if (divisor > 1) codec::average(call_.plan->spec().dtype, address(piece), divisor, piece.count);
+  if (divisor > 1) codec::average(call_.plan->spec().dtype, address(span), divisor, span.count);
 }
 
-std::byte* Execution::address(const Piece& piece) const {
-  return call_.extents[piece.extent] + piece.offset * size_of(call_.plan->spec().dtype);
+std::byte* Execution::address(const Span& span) const {
+  return call_.arrays[span.array] + span.offset * size_of(call_.plan->spec().dtype);
 }
 
-float* Execution::floats(const Piece& piece) const {
-  return reinterpret_cast<float*>(call_.extents[piece.extent]) + piece.offset;
+float* Execution::floats(const Span& span) const {
+  return reinterpret_cast<float*>(call_.arrays[span.array]) + span.offset;
 }
 
 }  // namespace gradwire::exec

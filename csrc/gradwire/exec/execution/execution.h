@@ -23,16 +23,15 @@ class Execution {
  public:
   struct Call {
     const Plan* plan = nullptr;
-    std::span<std::byte* const>
-        extents;  // base address of each extent; null where this rank has none
-    // Lossy codecs: one context per extent; empty: none.
+    std::span<std::byte* const> arrays;  // the address of each; null where this rank has none
+    // Lossy codecs: one context per array; empty: none.
     std::span<const codec::EncodeContext> contexts;
     Rank rank = 0;
     std::uint32_t communicator = 0;
     std::uint32_t operation = 0;
     std::uint32_t fingerprint = 0;  // in all headers; 0: the plan's
     std::uint16_t requests = 0;     // FrameFlags: what this rank asks of all ranks
-    Observer* observer = nullptr;   // is told of frames
+    Observer* observer = nullptr;   // of frames; null: none
   };
 
   // Starts a run. The spans must stay as they are until it is over.
@@ -45,10 +44,10 @@ class Execution {
   // Returns, for lossy codecs when done, whether this rank's results hold neither NaN nor Inf.
   // Ranks that all have all results return the same.
   bool finite() const noexcept { return finite_; }
-  // Returns, when done, the FrameFlags of what this rank or one that it has heard of asks of all.
-  // After a plan that confirms all ranks these are all, so all ranks return the same.
+  // Returns, when done, the FrameFlags that this rank or one whose data it has received asks of
+  // all. After a plan that confirms all ranks, all ranks return the same.
   std::uint16_t requests() const noexcept { return call_.requests; }
-  // Returns the time spent in the codec that is not counted yet. Whoever counts it sets it to zero.
+  // Returns the time spent in the codec since it was last set to zero, which the caller may do.
   CodecTime& codec_time() noexcept { return spent_; }
   // Returns the rank that this one waits for: the sender of the next frame, or a reader of a full
   // staging.
@@ -65,7 +64,7 @@ class Execution {
   bool try_receive(Links& links, TrafficCounter& traffic);
   bool try_fold(Links& links, TrafficCounter& traffic);
   bool try_end(Links& links);
-  // Tell the observer. note_wait() returns that nothing has moved.
+  // Report to the observer. note_wait() returns false: nothing has moved.
   bool note_wait(Rank peer, bool reads) const noexcept {
     if (call_.observer != nullptr) call_.observer->awaits(peer, reads);
     return false;
@@ -86,25 +85,25 @@ class Execution {
   void fold(const Frame& frame, std::byte* out);
 
   std::size_t stage(const Frame& frame, Bytes out);
-  std::size_t stage_part(const Part& part, Bytes out);
-  void finish(const Part& part);
+  std::size_t stage_chunk(const Chunk& chunk, Bytes out);
+  void finish(const Chunk& chunk);
   void land(const Frame& frame, ConstBytes in, Rank peer);
-  std::size_t land_part(const Part& part, ConstBytes in);
-  std::size_t land_wide(const Part& part, ConstBytes in);
-  std::size_t land_plain(const Part& part, const Piece& piece, ConstBytes in);
-  std::size_t land_coded(const Part& part, const Piece& piece, ConstBytes in);
-  std::size_t encode(const Piece& piece, Bytes out);
-  std::size_t decode(const Piece& piece, ConstBytes in);
-  codec::EncodeContext context_of(const Piece& piece) const;
-  Bytes store_of(const Part& part);
-  void finish_here(const Piece& piece);
-  void scale(const Piece& piece);
+  std::size_t land_chunk(const Chunk& chunk, ConstBytes in);
+  std::size_t land_wide(const Chunk& chunk, ConstBytes in);
+  std::size_t land_plain(const Chunk& chunk, const Span& span, ConstBytes in);
+  std::size_t land_coded(const Chunk& chunk, const Span& span, ConstBytes in);
+  std::size_t encode(const Span& span, Bytes out);
+  std::size_t decode(const Span& span, ConstBytes in);
+  codec::EncodeContext context_of(const Span& span) const;
+  Bytes store_of(const Chunk& chunk);
+  void finish_here(const Span& span);
+  void scale(const Span& span);
 
-  std::size_t bytes_of(const Piece& piece) const {
-    return piece.count * size_of(call_.plan->spec().dtype);
+  std::size_t bytes_of(const Span& span) const {
+    return span.count * size_of(call_.plan->spec().dtype);
   }
-  std::byte* address(const Piece& piece) const;
-  float* floats(const Piece& piece) const;
+  std::byte* address(const Span& span) const;
+  float* floats(const Span& span) const;
 
   Call call_;
   Copy copy_ = copy_cached;  // how to copy into the frame that is staged
@@ -114,9 +113,9 @@ class Execution {
   bool finite_ = true;
   CodecTime spent_;
   std::vector<const std::byte*> addends_;    // of one fold, in their order
-  std::vector<std::byte> store_;             // finished payloads, forwarded verbatim
+  std::vector<std::byte> store_;             // finished payloads, forwarded unchanged
   std::vector<float> wide_;                  // unfinished sums of 16-bit floats
-  std::vector<std::uint32_t> stored_bytes_;  // by stored part
+  std::vector<std::uint32_t> stored_bytes_;  // of each payload in the store
 };
 
 }  // namespace gradwire::exec

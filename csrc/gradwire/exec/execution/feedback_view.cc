@@ -49,15 +49,15 @@ void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
   }
 }
 
-codec::EncodeContext FeedbackView::context(std::size_t extent, Rank rank,
+codec::EncodeContext FeedbackView::context(std::size_t array, Rank rank,
                                            std::uint32_t operation) const {
-  codec::EncodeContext context = contexts_[extent];
+  codec::EncodeContext context = contexts_[array];
   number(context, rank, operation);
   return context;
 }
 
-void FeedbackView::prepare(const codec::Codec& codec, std::size_t extent, const float* x) const {
-  codec.prepare(x, counts_[extent], contexts_[extent]);
+void FeedbackView::prepare(const codec::Codec& codec, std::size_t array, const float* x) const {
+  codec.prepare(x, counts_[array], contexts_[array]);
 }
 
 void FeedbackView::adapt(const codec::Codec& codec) const {
@@ -71,8 +71,8 @@ void FeedbackView::adapt(const codec::Codec& codec) const {
   }
 }
 
-void FeedbackView::deliver(std::size_t extent, float* x) const {
-  if (feeds_back()) codec::deliver(contexts_[extent], x, counts_[extent]);
+void FeedbackView::deliver(std::size_t array, float* x) const {
+  if (feeds_back()) codec::deliver(contexts_[array], x, counts_[array]);
 }
 
 }  // namespace gradwire::exec

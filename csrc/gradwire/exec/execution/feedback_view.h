@@ -1,5 +1,5 @@
-// FeedbackView: finds the residuals of a request's extents, extent by extent, in an open
-// transaction, and holds what codecs adapt to the extents, with feedback or without.
+// FeedbackView: the residuals of each of a request's arrays in an open transaction, and the state
+// that codecs adapt to each array, with error feedback or without.
 #pragma once
 
 #include <cstddef>
@@ -13,36 +13,35 @@ namespace gradwire::exec {
 
 struct KeyOffset {
   std::size_t key = 0;    // which of the call's keys
-  std::size_t begin = 0;  // elements of the key before the extent
+  std::size_t begin = 0;  // elements of the key before the array
 };
 
-// Writes one offset per extent. The keys, of which there is at least one, must lie end to end over
-// the extents, and each extent must belong to one key; else this throws InvalidArgument.
+// Writes one offset per array. The keys, of which there is at least one, must lie end to end over
+// the arrays, and each array must belong to one key; else this throws InvalidArgument.
 void find_key_offsets(std::span<const std::uint64_t> counts,
                       std::span<const codec::KeyedExtent> keys, std::vector<KeyOffset>& out);
 
 class FeedbackView {
  public:
-  // Finds each extent's key. The keys must lie end to end over the extents, and each extent must
-  // belong to one key; else this throws InvalidArgument. Without keys there is no feedback, and the
-  // transaction is left alone.
+  // Finds each array's key, as find_key_offsets() does. Without keys there is no feedback, and the
+  // transaction is not used.
   void bind(std::span<const std::uint64_t> counts, std::span<const codec::KeyedExtent> keys,
             codec::ErrorFeedback::Transaction& transaction);
 
   void clear() { bind({}, {}, none_); }
 
   bool feeds_back() const noexcept { return feeds_back_; }
-  // Returns one context per extent. Without feedback they keep nothing. Each needs number() before
-  // use.
+  // Returns one context per array, without residuals if there is no feedback. Before use each needs
+  // number().
   std::span<const codec::EncodeContext> contexts() const noexcept { return contexts_; }
 
-  // Returns the context of a whole extent that is encoded in one run.
-  codec::EncodeContext context(std::size_t extent, Rank rank, std::uint32_t operation) const;
-  void prepare(const codec::Codec& codec, std::size_t extent, const float* x) const;
-  // Adapts each key once, even if several extents belong to it.
+  // Returns the context of an array that is encoded whole, with number() applied.
+  codec::EncodeContext context(std::size_t array, Rank rank, std::uint32_t operation) const;
+  void prepare(const codec::Codec& codec, std::size_t array, const float* x) const;
+  // Adapts each key once, even if several arrays belong to it.
   void adapt(const codec::Codec& codec) const;
-  // Adds the whole residual to an extent that is never encoded.
-  void deliver(std::size_t extent, float* x) const;
+  // Adds the whole residual to an array that is not encoded.
+  void deliver(std::size_t array, float* x) const;
 
  private:
   void bind_keys(std::span<const codec::KeyedExtent> keys,

@@ -1,6 +1,5 @@
 // Links: the transports of one lane of a communicator. Each pair of ranks uses the best one that it
-// has. Callers name peers only: which transport serves a peer is decided once, when the link is
-// adopted.
+// has. Which transport serves a peer is fixed when its link is offered; callers name peers only.
 #pragma once
 
 #include <memory>
@@ -25,7 +24,7 @@ class Links {
   bool offered_all() const noexcept;
   // Makes all links that were offered.
   void complete(const WaitLimit& wait_limit);
-  // Tells of a peer's end; see Transport::end.
+  // Reports that a peer is gone; see Transport::end.
   void end(Rank peer) noexcept {
     if (link_of_[at(peer)] >= 0) link(peer).end(peer);
   }

@@ -29,14 +29,13 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
 void Operation::begin() {
   copy(buffer_map_.before());
   if (!plan_->lossy()) return deliver_residuals();
-  for (std::size_t i = 0; i < extents().size(); ++i)
-    feedback_.prepare(plan_->codec(), i, floats(i));
+  for (std::size_t i = 0; i < arrays().size(); ++i) feedback_.prepare(plan_->codec(), i, floats(i));
 }
 
 // Delivers the whole residuals with a plain sum, which loses nothing.
 void Operation::deliver_residuals() const {
   if (!feedback_.feeds_back()) return;
-  const auto& own = plan_->folds() ? buffer_map_.addends() : extents();
+  const auto& own = plan_->folds() ? buffer_map_.addends() : arrays();
   for (std::size_t i = 0; i < own.size(); ++i)
     feedback_.deliver(i, reinterpret_cast<float*>(own[i]));
 }
@@ -54,7 +53,7 @@ void Operation::fold() const {
   const OpSpec& spec = plan_->spec();
   std::size_t offset = 0;
   for (const Array& sum : buffer_map_.sums()) {
-    codec::fold_all(spec.dtype, spec.op, extents(), offset, sum.data, plan_->divisor(), sum.count);
+    codec::fold_all(spec.dtype, spec.op, arrays(), offset, sum.data, plan_->divisor(), sum.count);
     offset += sum.count * size_of(spec.dtype);
   }
 }
@@ -66,15 +65,15 @@ bool Operation::all_finite() const {
   if (plan_->folds())
     return std::ranges::all_of(buffer_map_.sums(),
                                [&](const Array& sum) { return finite(sum.data, sum.count); });
-  for (std::size_t i = 0; i < extents().size(); ++i)
-    if (!finite(extents()[i], plan_->counts()[i])) return false;
+  for (std::size_t i = 0; i < arrays().size(); ++i)
+    if (!finite(arrays()[i], plan_->counts()[i])) return false;
   return true;
 }
 
 Execution::Call Operation::call() const {
   Execution::Call call;
   call.plan = plan_.get();
-  call.extents = extents();
+  call.arrays = arrays();
   if (!plan_->lossy()) return call;
   call.contexts = feedback_.contexts();
   return call;

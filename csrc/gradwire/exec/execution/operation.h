@@ -1,4 +1,4 @@
-// Operation: a request that is bound to a plan and to addresses.
+// Operation: a request bound to a plan and to addresses, with the local work before and after it.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,16 @@
 
 namespace gradwire::exec {
 
-// It is reused from call to call: bind() allocates only when it needs more room than ever before.
+// Reused from call to call: bind() allocates only when it needs more room than ever before.
 class Operation {
  public:
-  // `transaction` must be open for the request's keys if it feeds back. The caller settles it.
+  // `transaction` must be open for the request's keys if it feeds back. The caller ends it.
   void bind(const Request& request, std::shared_ptr<const Plan> plan,
             codec::ErrorFeedback::Transaction& transaction);
 
-  // Do the local work before the first frame and after the last: copies, and what the codec adapts.
-  // `finite` is what the execution returns; end() returns whether the residuals may move.
+  // Do the local work before the first frame and after the last: copies, sums of gathered arrays,
+  // and the codec's adaptation. end() takes Execution::finite(), and returns whether residuals may
+  // change.
   void begin();
   bool end(bool finite);
   Execution::Call call() const;
@@ -35,8 +36,8 @@ class Operation {
   void deliver_residuals() const;
   void fold() const;
   bool all_finite() const;
-  const std::vector<std::byte*>& extents() const { return buffer_map_.extents(); }
-  float* floats(std::size_t extent) const { return reinterpret_cast<float*>(extents()[extent]); }
+  const std::vector<std::byte*>& arrays() const { return buffer_map_.arrays(); }
+  float* floats(std::size_t array) const { return reinterpret_cast<float*>(arrays()[array]); }
 
   std::shared_ptr<const Plan> plan_;
   BufferMap buffer_map_;

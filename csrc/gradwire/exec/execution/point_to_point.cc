@@ -60,7 +60,7 @@ FrameHeader PointToPoint::header_of(const Transfer& transfer, std::uint32_t oper
   header.communicator = communicator_;
   header.operation = operation;
   header.fingerprint = size_fingerprint(transfer.size);
-  header.segment = transfer.parts;
+  header.segment = transfer.frames;
   header.flags = kFramePointToPoint;
   return header;
 }
@@ -81,7 +81,7 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter
     links.commit(sizeof header + length);
     traffic.add(sizeof header + length, 1);
     transfer.moved += length;
-    has_moved({true, transfer.peer, header.operation, transfer.parts++, sizeof header + length});
+    has_moved({true, transfer.peer, header.operation, transfer.frames++, sizeof header + length});
     progressed = true;
   }
   return progressed;
@@ -119,7 +119,7 @@ bool PointToPoint::advance_receive(Links& links, Rank peer) {
     will_move();
     land(*transfer, *message);
     links.release(peer);
-    has_moved({false, peer, received_[at(peer)], transfer->parts - 1, bytes});
+    has_moved({false, peer, received_[at(peer)], transfer->frames - 1, bytes});
     progressed = true;
     if (transfer->moved < transfer->size) continue;
     ++received_[at(peer)];
@@ -168,7 +168,7 @@ void PointToPoint::land(Transfer& transfer, ConstBytes message) {
     throw TransportError(who + "a frame that does not fit this recv()", transfer.peer);
   if (!payload.empty()) std::memcpy(transfer.data + transfer.moved, payload.data(), payload.size());
   transfer.moved += payload.size();
-  ++transfer.parts;
+  ++transfer.frames;
 }
 
 const Transfer* PointToPoint::overdue() const {

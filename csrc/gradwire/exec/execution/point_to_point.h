@@ -30,11 +30,11 @@ struct Transfer {
   double timeout = 0;    // seconds
   Deadline deadline = Deadline::never();
   std::size_t moved = 0;        // bytes so far
-  std::uint32_t parts = 0;      // frames so far
+  std::uint32_t frames = 0;     // so far
   std::vector<std::byte> copy;  // a message to the rank itself, to which `data` points
 
   static constexpr Rank kAnyRank = -1;
-  bool started() const noexcept { return parts > 0; }
+  bool started() const noexcept { return frames > 0; }
 };
 
 class PointToPoint {
@@ -46,13 +46,13 @@ class PointToPoint {
   void receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
 
   bool idle() const noexcept { return sends_.empty() && receives_.empty(); }
-  // Moves what can be moved now, and returns whether that was anything. Finishes works that are
-  // complete.
+  // Moves what can be moved now, and returns whether that was anything. Finishes the works of
+  // complete transfers.
   bool advance(Links& links, TrafficCounter& traffic, Observer* observer = nullptr);
   // Returns the first transfer whose deadline has passed; null if there is none.
   const Transfer* overdue() const;
-  // Returns the first transfer that is not complete and that somebody waits for, as this function
-  // says; one with a known peer, if there is any.
+  // Returns what the first transfer waits for that is not complete and that `is_awaited` accepts;
+  // one with a known peer, if there is any.
   using IsAwaited = std::function<bool(const Transfer&, bool sends)>;
   std::optional<Wait> waiting(const IsAwaited& is_awaited) const;
   void fail(const std::exception_ptr& error) noexcept;
@@ -63,8 +63,8 @@ class PointToPoint {
   void will_move() const noexcept {
     if (observer_ != nullptr) observer_->moves();
   }
-  void has_moved(const MessagePart& part) const noexcept {
-    if (observer_ != nullptr) observer_->moved(part);
+  void has_moved(const MessageFrame& frame) const noexcept {
+    if (observer_ != nullptr) observer_->moved(frame);
   }
   bool receive_own();
   std::deque<Transfer>::iterator match(Rank peer);
@@ -77,10 +77,10 @@ class PointToPoint {
   int size_;
   std::uint32_t communicator_;
   std::deque<Transfer> sends_, receives_;
-  std::deque<Transfer> own_;                    // to the rank itself, and not yet taken by a recv
-  std::vector<bool> busy_;                      // peers to which an earlier message is not out yet
+  std::deque<Transfer> own_;                    // to this rank itself, before a recv takes them
+  std::vector<bool> busy_;                      // peers to which an earlier message is on its way
   std::vector<std::uint32_t> sent_, received_;  // by peer: whole messages so far
-  std::vector<bool> gone_;                      // ranks that can no longer send, and this rank
+  std::vector<bool> gone_;                      // ranks that can send no more, and this rank
   Observer* observer_ = nullptr;                // in advance()
 };
 

@@ -4,7 +4,7 @@ namespace gradwire::exec {
 
 void BufferMap::make(const Request& request, const Plan& plan, const Scratch& scratch) {
   element_ = size_of(request.dtype);
-  for (auto* each : {&extents_, &addends_}) each->clear();
+  for (auto* each : {&arrays_, &addends_}) each->clear();
   for (auto* each : {&before_, &after_}) each->clear();
   sums_.clear();
   if (plan.folds()) return fold(request, plan, scratch);
@@ -33,7 +33,7 @@ void BufferMap::in_place(const Request& request, const Scratch& scratch) {
   const std::size_t arrays = bystander ? request.inputs.size() : request.outputs.size();
   for (std::size_t i = 0; i < arrays; ++i) {
     std::byte* data = bystander ? next : request.outputs[i].data;
-    extents_.push_back(data);
+    arrays_.push_back(data);
     if (i < request.inputs.size()) add_copy(before_, data, request.inputs[i]);
     if (bystander) next += request.inputs[i].count * element_;
   }
@@ -44,8 +44,8 @@ void BufferMap::fold(const Request& request, const Plan& plan, const Scratch& sc
   sums_.assign(request.outputs.begin(), request.outputs.end());
   const std::size_t bytes = plan.counts()[0] * element_;
   std::byte* next = scratch(bytes * at(request.size));
-  for (Rank r = 0; r < request.size; ++r) extents_.push_back(next + at(r) * bytes);
-  next = extents_[at(request.rank)];
+  for (Rank r = 0; r < request.size; ++r) arrays_.push_back(next + at(r) * bytes);
+  next = arrays_[at(request.rank)];
   for (const Array& each : request.inputs) {
     addends_.push_back(next);
     add_copy(before_, next, each);
@@ -56,23 +56,23 @@ void BufferMap::fold(const Request& request, const Plan& plan, const Scratch& sc
 void BufferMap::reduce_scatter(const Request& request, const Plan& plan, const Scratch& scratch) {
   std::byte* next = scratch(bytes_of(request.inputs));
   for (std::uint64_t count : plan.counts()) {
-    extents_.push_back(next);
+    arrays_.push_back(next);
     next += count * element_;
   }
-  const std::size_t runs = extents_.size() / request.inputs.size();  // extents per block
+  const std::size_t per_block = arrays_.size() / request.inputs.size();
   for (std::size_t i = 0; i < request.inputs.size(); ++i)
-    add_copy(before_, extents_[i * runs], request.inputs[i]);
+    add_copy(before_, arrays_[i * per_block], request.inputs[i]);
   const std::size_t arrays = request.outputs.size(), own = at(request.rank) * arrays;
   for (std::size_t i = 0; i < arrays; ++i)
     add_copy(after_, request.outputs[i].data,
-             {extents_[(own + i) * runs], request.outputs[i].count});
+             {arrays_[(own + i) * per_block], request.outputs[i].count});
 }
 
 void BufferMap::all_gather(const Request& request) {
-  for (const Array& each : request.outputs) extents_.push_back(each.data);
+  for (const Array& each : request.outputs) arrays_.push_back(each.data);
   const std::size_t arrays = request.inputs.size();
   for (std::size_t i = 0; i < arrays; ++i)
-    add_copy(before_, extents_[at(request.rank) * arrays + i], request.inputs[i]);
+    add_copy(before_, arrays_[at(request.rank) * arrays + i], request.inputs[i]);
 }
 
 void BufferMap::blocks(const Request& request) {
@@ -81,13 +81,13 @@ void BufferMap::blocks(const Request& request) {
   const auto& whole = gathers ? request.outputs : request.inputs;
   const auto& own = gathers ? request.inputs : request.outputs;
   if (rank != request.root) {
-    extents_.assign(at(request.size), nullptr);
-    extents_[at(rank)] = own[0].data;
+    arrays_.assign(at(request.size), nullptr);
+    arrays_[at(rank)] = own[0].data;
     return;
   }
-  for (const Array& each : whole) extents_.push_back(each.data);
+  for (const Array& each : whole) arrays_.push_back(each.data);
   if (gathers)
-    add_copy(before_, extents_[at(rank)], own[0]);
+    add_copy(before_, arrays_[at(rank)], own[0]);
   else
     add_copy(before_, own[0].data, whole[at(rank)]);
 }
@@ -95,10 +95,10 @@ void BufferMap::blocks(const Request& request) {
 void BufferMap::all_to_all(const Request& request) {
   const auto p = at(request.size);
   const Rank rank = request.rank;
-  extents_.assign(p * p, nullptr);
-  for (std::size_t d = 0; d < p; ++d) extents_[at(rank) * p + d] = request.inputs[d].data;
+  arrays_.assign(p * p, nullptr);
+  for (std::size_t d = 0; d < p; ++d) arrays_[at(rank) * p + d] = request.inputs[d].data;
   for (std::size_t s = 0; s < p; ++s)
-    if (s != at(rank)) extents_[s * p + at(rank)] = request.outputs[s].data;
+    if (s != at(rank)) arrays_[s * p + at(rank)] = request.outputs[s].data;
   add_copy(before_, request.outputs[at(rank)].data, request.inputs[at(rank)]);
 }
 

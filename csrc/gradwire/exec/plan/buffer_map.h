@@ -1,5 +1,5 @@
-// BufferMap: the addresses of a request's extents, and the copies before and after its schedule
-// runs. It touches none of this memory, which may be a device's.
+// BufferMap: the addresses of a request's arrays, and the copies before and after its schedule
+// runs. It does not access this memory, which may be a device's.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct CopyStep {
   std::size_t bytes = 0;
 };
 
-// It is reused from call to call: make() allocates only when it needs more room than ever before.
+// Reused from call to call: make() allocates only when it needs more room than ever before.
 class BufferMap {
  public:
   // Returns at least `bytes` bytes of memory, valid until the next make().
@@ -26,9 +26,8 @@ class BufferMap {
 
   void make(const Request& request, const Plan& plan, const Scratch& scratch);
 
-  const std::vector<std::byte*>& extents() const noexcept { return extents_; }
-  // For a plan that folds: where this rank's inputs lie, one after the other in its block, and the
-  // sums.
+  const std::vector<std::byte*>& arrays() const noexcept { return arrays_; }
+  // For a plan that folds: where this rank's inputs lie, end to end in its block, and the outputs.
   const std::vector<std::byte*>& addends() const noexcept { return addends_; }
   const std::vector<Array>& sums() const noexcept { return sums_; }
   const std::vector<CopyStep>& before() const noexcept { return before_; }
@@ -45,7 +44,7 @@ class BufferMap {
   std::size_t bytes_of(std::span<const Array> arrays) const;
 
   std::size_t element_ = 0;  // bytes per element
-  std::vector<std::byte*> extents_;
+  std::vector<std::byte*> arrays_;
   std::vector<std::byte*> addends_;
   std::vector<Array> sums_;
   std::vector<CopyStep> before_, after_;

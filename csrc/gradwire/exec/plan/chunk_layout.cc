@@ -13,37 +13,32 @@ std::size_t even_cut(std::size_t total, std::size_t part, std::size_t parts) {
 
 }  // namespace
 
-ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-                         bool chunks_are_extents)
-    : unit_(unit), counts_(counts), extent_units_{0} {
+ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks,
+                         std::size_t alignment, bool chunks_are_arrays)
+    : alignment_(alignment), counts_(counts), first_steps_{0} {
   for (std::uint64_t count : counts)
-    extent_units_.push_back(extent_units_.back() + (count + unit - 1) / unit);
-  const auto parts = at(chunks);
-  const std::size_t total = extent_units_.back(), each = counts.size() / parts;
-  for (std::size_t c = 0; c < parts; ++c) {
-    begins_.push_back(chunks_are_extents ? extent_units_[c * each] : even_cut(total, c, parts));
-    ends_.push_back(chunks_are_extents ? extent_units_[(c + 1) * each]
-                                       : even_cut(total, c + 1, parts));
-  }
+    first_steps_.push_back(first_steps_.back() + (count + alignment - 1) / alignment);
+  const std::size_t arrays = counts.size() / at(chunks);  // of a chunk
+  const auto begin = [&](std::size_t chunk) {
+    return chunks_are_arrays ? first_steps_[chunk * arrays]
+                             : even_cut(first_steps_.back(), chunk, at(chunks));
+  };
+  for (std::size_t c = 0; c < at(chunks); ++c)
+    places_.push_back({begin(c), begin(c + 1) - begin(c)});
 }
 
-void ChunkLayout::append(int chunk, int segment, int segments, std::vector<Piece>& out) const {
-  const auto s = at(segment);
-  const auto all = at(segments);
-  const std::size_t begin = begins_[at(chunk)];
-  append_units(begin + even_cut(units(chunk), s, all), begin + even_cut(units(chunk), s + 1, all),
-               out);
-}
-
-void ChunkLayout::append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const {
+void ChunkLayout::append(int chunk, int part, int parts, std::vector<Span>& out) const {
+  const Place& place = places_[at(chunk)];
+  std::size_t first = place.first + even_cut(place.steps, at(part), at(parts));
+  const std::size_t last = place.first + even_cut(place.steps, at(part) + 1, at(parts));
   if (first == last) return;
-  auto next = std::upper_bound(extent_units_.begin(), extent_units_.end(), first);
-  for (auto e = static_cast<std::size_t>(next - extent_units_.begin()) - 1; first < last; ++e) {
-    const std::size_t end = std::min(last, extent_units_[e + 1]);
-    if (end == first) continue;  // an empty extent
-    const std::size_t from = (first - extent_units_[e]) * unit_;
-    const std::size_t to = std::min<std::size_t>((end - extent_units_[e]) * unit_, counts_[e]);
-    out.push_back({static_cast<std::uint32_t>(e), from, to - from});
+  const auto next = std::ranges::upper_bound(first_steps_, first);
+  for (auto a = static_cast<std::size_t>(next - first_steps_.begin()) - 1; first < last; ++a) {
+    const std::size_t end = std::min(last, first_steps_[a + 1]);
+    if (end == first) continue;  // an empty array
+    const std::size_t from = (first - first_steps_[a]) * alignment_;
+    const std::size_t to = std::min<std::size_t>((end - first_steps_[a]) * alignment_, counts_[a]);
+    out.push_back({static_cast<std::uint32_t>(a), from, to - from});
     first = end;
   }
 }

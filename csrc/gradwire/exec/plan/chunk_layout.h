@@ -1,8 +1,7 @@
-// ChunkLayout: where the chunks of a schedule lie in the caller's arrays (extents), and how they
-// are cut into segments.
+// ChunkLayout: the spans of the caller's arrays that a schedule's chunks consist of.
 //
-// Cuts are only at multiples of `unit` elements, counted from the start of the extent, so that the
-// bits of a block codec never depend on segment size, chunking or number of ranks.
+// Arrays are cut only at multiples of `alignment` elements, counted from the start of each, so that
+// the bits of a block codec never depend on the segments, the chunks or the number of ranks.
 #pragma once
 
 #include <cstddef>
@@ -15,23 +14,26 @@ namespace gradwire::exec {
 
 class ChunkLayout {
  public:
-  // Gives each chunk the same number of extents (`chunks_are_extents`), or cuts all extents, end to
-  // end, into `chunks` even parts.
-  ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t unit,
-              bool chunks_are_extents);
+  // Gives each chunk the same number of arrays (`chunks_are_arrays`), or cuts all arrays, end to
+  // end, into `chunks` of nearly the same size. `counts`: the elements of each array.
+  ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks, std::size_t alignment,
+              bool chunks_are_arrays);
 
-  // Appends the pieces of segment `segment` of `segments` of a chunk, in order.
-  void append(int chunk, int segment, int segments, std::vector<Piece>& out) const;
+  // Cuts a chunk into `parts` of nearly the same size, and appends the spans of one, in order.
+  void append(int chunk, int part, int parts, std::vector<Span>& out) const;
 
-  std::size_t units(int chunk) const { return ends_[at(chunk)] - begins_[at(chunk)]; }
+  // Returns the size of a chunk in steps of `alignment` elements.
+  std::size_t steps(int chunk) const { return places_[at(chunk)].steps; }
 
  private:
-  void append_units(std::size_t first, std::size_t last, std::vector<Piece>& out) const;
+  struct Place {
+    std::size_t first = 0, steps = 0;
+  };
 
-  std::size_t unit_;
+  std::size_t alignment_;
   std::vector<std::uint64_t> counts_;
-  std::vector<std::size_t> extent_units_;   // prefix sums: first unit of each extent, and the end
-  std::vector<std::size_t> begins_, ends_;  // units of each chunk
+  std::vector<std::size_t> first_steps_;  // of each array, and the end
+  std::vector<Place> places_;             // of each chunk
 };
 
 }  // namespace gradwire::exec

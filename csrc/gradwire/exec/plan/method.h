@@ -1,5 +1,5 @@
-// How a call is carried out, decided in one place for CPUs and GPUs. All ranks decide alike, since
-// only what they have in common counts.
+// The method by which a call is carried out, decided in one place for CPUs and GPUs. All ranks
+// decide alike, since it depends only on what they have in common.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ enum class Method : std::uint8_t {
   kExchange,  // payloads are gathered; the caller encodes and decodes
 };
 
-// What decides besides the request. For CPUs the defaults hold.
+// What the method depends on besides the request. The defaults are for calls on CPUs.
 struct GpuLinks {
   bool are_used = false;          // the call is on GPUs
   bool have_collectives = false;  // the library between them has its own
   bool one_level = false;         // one GPU on each host, or one host
-  std::string_view name;          // of the way of their messages, for errors
+  std::string_view name;          // of what carries their messages, for errors
 };
 
 struct Decision {
@@ -38,8 +38,8 @@ bool is_gather(std::string_view algorithm);
 // Returns "ring" of "gather(ring)", or "auto".
 std::string_view gather_algorithm(std::string_view algorithm);
 
-// Decides the method of a call, which feeds back or not. Throws InvalidArgument or ScheduleError if
-// the request is not possible; for kPlan, PlanCache::find() says the rest.
+// Decides the method of a call, with or without error feedback. Throws InvalidArgument or
+// ScheduleError if the request is not possible; for kPlan, PlanCache::find() may throw these, too.
 Decision decide(const Request& request, bool feeds_back, const GpuLinks& links = {});
 
 }  // namespace gradwire::exec

@@ -14,7 +14,7 @@
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/exec/plan/chunk_layout.h"
 #include "gradwire/exec/plan/request.h"
-#include "gradwire/exec/plan/slices.h"
+#include "gradwire/exec/plan/segmentation.h"
 #include "gradwire/schedule/frames.h"
 
 namespace gradwire::exec {
@@ -37,8 +37,8 @@ struct OwnEdges {
   std::vector<RoundEdges> sends, receives;
 };
 
-// By chunk of the schedule: the first round in which it arrives, or leaves, finished. In in-tree
-// schedules finished values travel along copy edges: the first rank to send one finishes it, all
+// By chunk of the schedule: the first round in which it arrives, or leaves, as a finished sum. In
+// in-tree schedules these travel along copy edges: the first rank to send one finishes it, all
 // others receive it. It may come back to the rank that finished it.
 struct FinishedRounds {
   static constexpr int kNever = std::numeric_limits<int>::max();
@@ -53,15 +53,15 @@ struct FinishedRounds {
   }
 };
 
-// By Slices::index(): the pieces of each slice.
-struct Cuts {
-  std::vector<Piece> pieces;
-  std::vector<Range> slices;
+// The spans of each chunk, by Segmentation::index().
+struct ChunkSpans {
+  std::vector<Span> spans;
+  std::vector<Range> chunks;
 };
 
 // Where the payloads of finished chunks that this rank sends or forwards lie.
 struct Store {
-  std::vector<std::uint32_t> places;  // by Slices::index(); kNotStored: none
+  std::vector<std::uint32_t> places;  // by Segmentation::index(); kNotStored: none
   std::vector<std::size_t> offsets;   // by place, in bytes
   std::size_t bytes = 0;
 };
@@ -76,14 +76,14 @@ std::uint32_t size32(const std::vector<T>& values) {
   return static_cast<std::uint32_t>(values.size());
 }
 
-std::size_t payload_of(const Binding& binding, const Piece& piece) {
-  return binding.is_lossy() ? binding.codec->max_bytes(piece.count)
-                            : piece.count * size_of(binding.spec.dtype);
+std::size_t payload_of(const Binding& binding, const Span& span) {
+  return binding.is_lossy() ? binding.codec->max_bytes(span.count)
+                            : span.count * size_of(binding.spec.dtype);
 }
 
-std::size_t payload_of(const Binding& binding, const Cuts& cuts, const Range& pieces) {
+std::size_t payload_of(const Binding& binding, const ChunkSpans& all, const Range& spans) {
   std::size_t bytes = 0;
-  for (const Piece& piece : view(cuts.pieces, pieces)) bytes += payload_of(binding, piece);
+  for (const Span& span : view(all.spans, spans)) bytes += payload_of(binding, span);
   return bytes;
 }
 
@@ -148,22 +148,23 @@ void require_one_block_a_frame(const Schedule& schedule, const OwnEdges& edges) 
 
 // ---- Frames ------------------------------------------------------------------------------------
 
-struct SliceOfEdge {
+struct EdgeChunk {
   std::uint32_t segment;
   Landing landing;
+  int whole;  // see segmentation.h
   int chunk;
-  int slice;
 };
 
 // Returns what goes between two ranks in a round by segment, and in the order of its edges in each.
-std::vector<SliceOfEdge> by_segment(const RoundEdges& round, const Slices& slices) {
-  std::vector<SliceOfEdge> all;
+std::vector<EdgeChunk> by_segment(const RoundEdges& round, const Segmentation& segmentation) {
+  std::vector<EdgeChunk> found;
   for (const Edge& edge : round.edges)
-    for (int c = edge.chunks.first; c < edge.chunks.last; ++c)
-      for (int s = 0; s < slices.of(c); ++s)
-        all.push_back({static_cast<std::uint32_t>(slices.segment_of(c, s)), edge.landing, c, s});
-  std::ranges::stable_sort(all, {}, &SliceOfEdge::segment);
-  return all;
+    for (int w = edge.chunks.first; w < edge.chunks.last; ++w)
+      for (int c = 0; c < segmentation.chunks_of(w); ++c)
+        found.push_back(
+            {static_cast<std::uint32_t>(segmentation.segment_of(w, c)), edge.landing, w, c});
+  std::ranges::stable_sort(found, {}, &EdgeChunk::segment);
+  return found;
 }
 
 std::pair<std::uint64_t, std::uint32_t> place_of(const Frame& frame) {
@@ -173,14 +174,14 @@ std::pair<std::uint64_t, std::uint32_t> place_of(const Frame& frame) {
 // Lets only the first of all sends of a chunk finish it: a second time would divide an average
 // twice and feed a residual back twice.
 void finish_once(PlanFrames& frames) {
-  std::vector<std::uint32_t> seen;  // by first piece, which identifies the cut unless it is empty
+  std::vector<std::uint32_t> seen;  // by first span: no other chunk has it, unless it is empty
   for (const SendFrame& frame : frames.sends)
-    for (std::uint32_t i = frame.parts.first; i < frame.parts.last; ++i) {
-      Part& part = frames.parts[i];
-      if (!part.finishes || part.pieces.empty()) continue;
-      const auto at = std::ranges::lower_bound(seen, part.pieces.first);
-      part.finishes = at == seen.end() || *at != part.pieces.first;
-      if (part.finishes) seen.insert(at, part.pieces.first);
+    for (std::uint32_t i = frame.chunks.first; i < frame.chunks.last; ++i) {
+      Chunk& chunk = frames.chunks[i];
+      if (!chunk.completes_sum || chunk.spans.empty()) continue;
+      const auto at = std::ranges::lower_bound(seen, chunk.spans.first);
+      chunk.completes_sum = at == seen.end() || *at != chunk.spans.first;
+      if (chunk.completes_sum) seen.insert(at, chunk.spans.first);
     }
 }
 
@@ -189,13 +190,13 @@ bool is_averaged_wide(const std::vector<WideFold>& folds) {
 }
 
 bool same_elements(const PlanFrames& frames, const Frame& a, const Frame& b) {
-  return std::ranges::equal(view(frames.parts, a.parts), view(frames.parts, b.parts), {},
-                            &Part::pieces, &Part::pieces);
+  return std::ranges::equal(view(frames.chunks, a.chunks), view(frames.chunks, b.chunks), {},
+                            &Chunk::spans, &Chunk::spans);
 }
 
 bool only_folds(const PlanFrames& frames, const Frame& frame) {
-  return std::ranges::all_of(view(frames.parts, frame.parts), [](const Part& part) {
-    return part.landing == Landing::kReduce && part.wide.place == WideFold::kNone;
+  return std::ranges::all_of(view(frames.chunks, frame.chunks), [](const Chunk& chunk) {
+    return chunk.landing == Landing::kReduce && chunk.wide.place == WideFold::kNone;
   });
 }
 
@@ -229,9 +230,9 @@ FinishedRounds finished_rounds(const Schedule& schedule, const Binding& binding,
   return found;
 }
 
-// Returns the elements between two possible cuts: whole cache lines, so that no two segments share
-// one, and whole units of the codec, so that its bits do not depend on the cuts.
-std::size_t cut_unit(const Binding& binding) {
+// Returns at multiples of how many elements arrays may be cut: whole cache lines, so that no two
+// segments share one, and whole units of the codec, so that its bits do not depend on the cuts.
+std::size_t alignment_of(const Binding& binding) {
   const std::size_t line = kCacheLine / size_of(binding.spec.dtype);
   return binding.is_lossy() ? round_up(line, binding.codec->unit()) : line;
 }
@@ -240,44 +241,46 @@ ChunkLayout layout_of(const Schedule& schedule, const Binding& binding) {
   const Collective collective = schedule.collective;
   const bool in_place = collective == Collective::kAllReduce || collective == Collective::kReduce ||
                         collective == Collective::kBroadcast;
-  return {binding.counts, schedule.chunks, cut_unit(binding), /*chunks_are_extents=*/!in_place};
+  return {binding.counts, schedule.chunks, alignment_of(binding), /*chunks_are_arrays=*/!in_place};
 }
 
-Slices slices_of(const Schedule& schedule, const Binding& binding, const ChunkLayout& layout,
-                 const OwnEdges& edges) {
+Segmentation segmentation_of(const Schedule& schedule, const Binding& binding,
+                             const ChunkLayout& layout, const OwnEdges& edges) {
   const std::size_t room = binding.max_message - sizeof(FrameHeader);
   if (binding.uniform_segments)
-    return Slices::even(
-        schedule, layout, [&](const Piece& piece) { return payload_of(binding, piece); }, room,
+    return Segmentation::even(
+        schedule, layout, [&](const Span& span) { return payload_of(binding, span); }, room,
         binding.segment_bytes);
   require_one_block_a_frame(schedule, edges);
-  return Slices::by_chunk(schedule.chunks, layout,
-                          room / (cut_unit(binding) * size_of(binding.spec.dtype)));
+  return Segmentation::each_by_itself(schedule.chunks, layout,
+                                  room / (alignment_of(binding) * size_of(binding.spec.dtype)));
 }
 
-Cuts cut(const Schedule& schedule, const ChunkLayout& layout, const Slices& slices) {
-  Cuts cuts;
-  for (int c = 0; c < schedule.chunks; ++c)
-    for (int s = 0; s < slices.most(); ++s) {
-      const auto first = size32(cuts.pieces);
-      if (s < slices.of(c)) layout.append(c, s, slices.of(c), cuts.pieces);
-      cuts.slices.push_back({first, size32(cuts.pieces)});
+ChunkSpans spans_of(const Schedule& schedule, const ChunkLayout& layout,
+                    const Segmentation& segmentation) {
+  ChunkSpans all;
+  for (int w = 0; w < schedule.chunks; ++w)
+    for (int c = 0; c < segmentation.most_chunks(); ++c) {
+      const auto first = size32(all.spans);
+      const int chunks = segmentation.chunks_of(w);
+      if (c < chunks) layout.append(w, c, chunks, all.spans);
+      all.chunks.push_back({first, size32(all.spans)});
     }
-  return cuts;
+  return all;
 }
 
 // Places each finished chunk's payload at a cache line. All ranks must decode the same bytes, so
 // nobody encodes a finished chunk twice.
-Store place_store(const Binding& binding, const Slices& slices, const Cuts& cuts,
+Store place_store(const Binding& binding, const Segmentation& segmentation, const ChunkSpans& all,
                   const FinishedRounds& finished) {
   Store store;
-  store.places.assign(cuts.slices.size(), kNotStored);
+  store.places.assign(all.chunks.size(), kNotStored);
   if (!binding.is_lossy()) return store;
-  for (std::size_t i = 0; i < cuts.slices.size(); ++i) {
-    if (finished.leaves[i / at(slices.most())] == FinishedRounds::kNever) continue;
+  for (std::size_t i = 0; i < all.chunks.size(); ++i) {
+    if (finished.leaves[i / at(segmentation.most_chunks())] == FinishedRounds::kNever) continue;
     store.places[i] = size32(store.offsets);
     store.offsets.push_back(store.bytes);
-    store.bytes += round_up(payload_of(binding, cuts, cuts.slices[i]), kCacheLine);
+    store.bytes += round_up(payload_of(binding, all, all.chunks[i]), kCacheLine);
   }
   return store;
 }
@@ -305,70 +308,70 @@ ChunkFolds chunk_folds(const Schedule& schedule, const Binding& binding, const O
 }
 
 // Returns all frames in wavefront order, without what they wait for.
-PlanFrames frames_of(const Binding& binding, const OwnEdges& edges, const Slices& slices,
-                     const Cuts& cuts, const Store& store, const FinishedRounds& finished,
-                     const ChunkFolds& folds) {
-  PlanFrames all;
-  const auto part_of = [&](const SliceOfEdge& each, bool sends) {
-    const std::size_t i = slices.index(each.chunk, each.slice);
-    const bool finishes =
-        sends && finished.starts_here(at(each.chunk)) && !is_averaged_wide(folds[at(each.chunk)]);
-    Part part{cuts.slices[i], each.chunk, each.landing};
-    if (each.landing != Landing::kCopy) return part;
-    part.finishes = finishes;
-    part.stored = store.places[i];
-    return part;
+PlanFrames frames_of(const Binding& binding, const OwnEdges& edges,
+                     const Segmentation& segmentation, const ChunkSpans& all, const Store& store,
+                     const FinishedRounds& finished, const ChunkFolds& folds) {
+  PlanFrames made;
+  const auto chunk_of = [&](const EdgeChunk& each, bool sends) {
+    const std::size_t i = segmentation.index(each.whole, each.chunk);
+    const bool completes_sum =
+        sends && finished.starts_here(at(each.whole)) && !is_averaged_wide(folds[at(each.whole)]);
+    Chunk chunk{all.chunks[i], each.whole, each.landing};
+    if (each.landing != Landing::kCopy) return chunk;
+    chunk.completes_sum = completes_sum;
+    chunk.store_index = store.places[i];
+    return chunk;
   };
   const auto emit = [&](const RoundEdges& round, auto& frames, bool sends) {
-    const auto first_peer = size32(all.peers);
-    all.peers.insert(all.peers.end(), round.peers.begin(), round.peers.end());
+    const auto first_peer = size32(made.peers);
+    made.peers.insert(made.peers.end(), round.peers.begin(), round.peers.end());
     const std::size_t first = frames.size();
-    for (const SliceOfEdge& each : by_segment(round, slices)) {
+    for (const EdgeChunk& each : by_segment(round, segmentation)) {
       if (frames.size() == first || frames.back().segment != each.segment) {
         Frame& frame = frames.emplace_back();
         frame.segment = each.segment;
         frame.round = static_cast<std::uint16_t>(round.round);
-        frame.peers = {first_peer, size32(all.peers)};
-        frame.parts = {size32(all.parts), size32(all.parts)};
+        frame.peers = {first_peer, size32(made.peers)};
+        frame.chunks = {size32(made.chunks), size32(made.chunks)};
       }
-      const Part& part = all.parts.emplace_back(part_of(each, sends));
-      frames.back().bytes += payload_of(binding, cuts, part.pieces);
-      frames.back().parts.last = size32(all.parts);
+      const Chunk& chunk = made.chunks.emplace_back(chunk_of(each, sends));
+      frames.back().bytes += payload_of(binding, all, chunk.spans);
+      frames.back().chunks.last = size32(made.chunks);
     }
     for (std::size_t i = first; i < frames.size(); ++i)
       frames[i].segments = static_cast<std::uint32_t>(frames.size() - first);
   };
-  for (const RoundEdges& each : edges.receives) emit(each, all.receives, /*sends=*/false);
-  for (const RoundEdges& each : edges.sends) emit(each, all.sends, /*sends=*/true);
+  for (const RoundEdges& each : edges.receives) emit(each, made.receives, /*sends=*/false);
+  for (const RoundEdges& each : edges.sends) emit(each, made.sends, /*sends=*/true);
   // Stably: frames of one round keep the schedule's order, in which reductions fold, since another
   // order would give other last bits.
-  std::ranges::stable_sort(all.receives, {}, place_of);
-  std::ranges::stable_sort(all.sends, {}, place_of);
-  finish_once(all);
-  return all;
+  std::ranges::stable_sort(made.receives, {}, place_of);
+  std::ranges::stable_sort(made.sends, {}, place_of);
+  finish_once(made);
+  return made;
 }
 
 // Places the sums of 16-bit floats.
-PlanFrames with_wide_sums(PlanFrames frames, const Slices& slices, const Cuts& cuts,
-                          const ChunkFolds& folds) {
-  std::vector<std::size_t> seen(cuts.slices.size(), 0);  // addends so far
-  std::vector<std::uint32_t> place_of(cuts.slices.size(), 0);
+PlanFrames with_wide_sums(PlanFrames frames, const Segmentation& segmentation,
+                          const ChunkSpans& all, const ChunkFolds& folds) {
+  std::vector<std::size_t> seen(all.chunks.size(), 0);  // addends so far
+  std::vector<std::uint32_t> sum_of(all.chunks.size(), 0);
   WidePlaces places;
   std::size_t most = 0;  // elements of a sum
   for (const ReceiveFrame& frame : frames.receives)
-    for (std::uint32_t i = frame.parts.first; i < frame.parts.last; ++i) {
-      Part& part = frames.parts[i];
-      const auto& its_folds = folds[at(part.chunk)];
-      if (part.landing != Landing::kReduce || its_folds.empty()) continue;
-      const std::size_t cut =
-          slices.index(part.chunk, slices.in_segment(part.chunk, frame.segment));
-      part.wide = its_folds[seen[cut]++];
-      if (part.wide.place == WideFold::kNone) continue;
-      if (part.wide.begins) place_of[cut] = places.take();
-      part.wide.place = place_of[cut];
-      if (part.wide.ends) places.give_back(place_of[cut]);
+    for (std::uint32_t i = frame.chunks.first; i < frame.chunks.last; ++i) {
+      Chunk& chunk = frames.chunks[i];
+      const auto& its_folds = folds[at(chunk.whole)];
+      if (chunk.landing != Landing::kReduce || its_folds.empty()) continue;
+      const std::size_t place =
+          segmentation.index(chunk.whole, segmentation.in_segment(chunk.whole, frame.segment));
+      chunk.wide = its_folds[seen[place]++];
+      if (chunk.wide.place == WideFold::kNone) continue;
+      if (chunk.wide.begins) sum_of[place] = places.take();
+      chunk.wide.place = sum_of[place];
+      if (chunk.wide.ends) places.give_back(sum_of[place]);
       std::size_t elements = 0;
-      for (const Piece& piece : view(cuts.pieces, part.pieces)) elements += piece.count;
+      for (const Span& span : view(all.spans, chunk.spans)) elements += span.count;
       most = std::max(most, elements);
     }
   frames.wide_places = places.most();
@@ -421,10 +424,10 @@ PlanFrames with_addends(PlanFrames frames, const Binding& binding) {
 }
 
 // Returns the results that no send finishes, since only this rank has them (reduce, or one rank).
-std::vector<Piece> results_of_own(const Schedule& schedule, const Binding& binding,
-                                  const ChunkLayout& layout, const FinishedRounds& finished,
-                                  const ChunkFolds& folds) {
-  std::vector<Piece> found;
+std::vector<Span> results_of_own(const Schedule& schedule, const Binding& binding,
+                                 const ChunkLayout& layout, const FinishedRounds& finished,
+                                 const ChunkFolds& folds) {
+  std::vector<Span> found;
   if (binding.folds || (binding.divisor(schedule.ranks) == 1 && !binding.is_lossy())) return found;
   for (std::size_t c = 0; c < folds.size(); ++c)
     if (holds_result(schedule, binding.rank, c) && !finished.travels(c) &&
@@ -468,15 +471,15 @@ Plan::Plan(const schedule::Schedule& schedule, Binding binding)
   const FinishedRounds finished = finished_rounds(schedule, binding_, edges);
   const ChunkFolds folds = chunk_folds(schedule, binding_, edges, finished);
   const ChunkLayout layout = layout_of(schedule, binding_);
-  const Slices slices = slices_of(schedule, binding_, layout, edges);
-  Cuts cuts = cut(schedule, layout, slices);
-  Store store = place_store(binding_, slices, cuts, finished);
-  PlanFrames frames = frames_of(binding_, edges, slices, cuts, store, finished, folds);
-  frames = with_wide_sums(std::move(frames), slices, cuts, folds);
-  frames = with_waits(std::move(frames), slices.segments());
+  const Segmentation segmentation = segmentation_of(schedule, binding_, layout, edges);
+  ChunkSpans spans = spans_of(schedule, layout, segmentation);
+  Store store = place_store(binding_, segmentation, spans, finished);
+  PlanFrames frames = frames_of(binding_, edges, segmentation, spans, store, finished, folds);
+  frames = with_wide_sums(std::move(frames), segmentation, spans, folds);
+  frames = with_waits(std::move(frames), segmentation.segments());
   frames_ = with_addends(std::move(frames), binding_);
-  segments_ = slices.segments();
-  pieces_ = std::move(cuts.pieces);
+  segments_ = segmentation.segments();
+  spans_ = std::move(spans.spans);
   store_offsets_ = std::move(store.offsets);
   store_bytes_ = store.bytes;
   finished_here_ = results_of_own(schedule, binding_, layout, finished, folds);

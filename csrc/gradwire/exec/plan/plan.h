@@ -2,9 +2,15 @@
 // frames this rank sends and receives, in which order, and where in memory they come from and land.
 // It holds no pointers and no state, so plans are cached and shared by all calls of the same shape.
 //
-// Pipelining: chunks are cut into slices, these are dealt out to segments (schedule/cost.h: Cut),
-// and the schedule runs once per segment, several at a time. Frames stand in one wavefront order,
-// the same on all ranks:
+// Four units, with a picture in docs/design/files.md:
+//     array    contiguous memory of the caller, or one key's part of it
+//     chunk    what an edge of the schedule moves; in a plan, that chunk's share of one segment
+//     frame    what one message of a transport carries, behind one header: chunks
+//     span     a range of elements within one array; a chunk is a list of spans
+// A *segment* is no memory but a turn of the schedule in a pipeline: the schedule runs once per
+// segment, several at a time (schedule/cost.h: Cut).
+//
+// Frames stand in one wavefront order, the same on all ranks:
 //     (segment + lag · round, segment, sends before receives).
 // A send may go when the earlier receives of its own segment have landed. A receive may land when
 // the sends of its own round are staged. Both conditions are one integer of the frame. Everything
@@ -26,9 +32,9 @@
 
 namespace gradwire::exec {
 
-// A run of elements inside one extent (one of the caller's arrays, or one key's part of it).
-struct Piece {
-  std::uint32_t extent = 0;
+// A range of elements within one array.
+struct Span {
+  std::uint32_t array = 0;
   std::size_t offset = 0;  // elements
   std::size_t count = 0;   // elements
 };
@@ -49,16 +55,16 @@ std::span<const T> view(const std::vector<T>& all, Range range) {
 
 inline constexpr std::uint32_t kNotStored = ~0U;
 
-// One segment of one chunk inside a frame.
-struct Part {
-  Range pieces;
-  int chunk = 0;  // of the schedule
+// The share of a schedule's chunk in one segment.
+struct Chunk {
+  Range spans;
+  int whole = 0;  // the number of the schedule's chunk
   schedule::Landing landing = schedule::Landing::kCopy;
-  // Set on the rank that first sends a finished chunk: it scales the chunk (avg) and, with a lossy
-  // codec, encodes it into the store and adopts what all ranks will decode.
-  bool finishes = false;
-  // Lossy codecs: finished chunks are forwarded verbatim from this place in the store.
-  std::uint32_t stored = kNotStored;
+  // The rank that first sends a finished sum divides it (avg) and, with a lossy codec, encodes it
+  // into the store and takes over what all ranks will decode.
+  bool completes_sum = false;
+  // Lossy codecs: the number of its payload in the store, from which it is forwarded unchanged.
+  std::uint32_t store_index = kNotStored;
   WideFold wide{};  // 16-bit floats: what to do with an addend that arrives
 };
 
@@ -67,7 +73,7 @@ struct Frame {
   std::uint32_t segment = 0;
   std::uint32_t segments = 1;  // into which the bytes between both ranks in this round are cut
   std::uint16_t round = 0;
-  Range parts;
+  Range chunks;
   Range peers;              // one for a receive; all readers of the same bytes for a send
   std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
 };
@@ -87,7 +93,7 @@ struct ReceiveFrame : Frame {
 struct PlanFrames {
   std::vector<SendFrame> sends;
   std::vector<ReceiveFrame> receives;
-  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
   std::vector<Rank> peers;
   std::size_t most_addends = 0;  // of any frame
   // The float32 sums of 16-bit floats: how many lie side by side, and the elements of the largest.
@@ -98,10 +104,9 @@ struct PlanFrames {
 // Everything that determines a Plan, besides the schedule.
 struct Binding {
   OpSpec spec;
-  std::vector<std::uint64_t> counts;  // of each extent, as far as this rank knows them
-  // True if all ranks know all counts, and cut every chunk into the same number of slices.
-  // Otherwise (gather, scatter, all_to_all) each chunk is cut by its own size, which both its ends
-  // know.
+  std::vector<std::uint64_t> counts;  // of each array, as far as this rank knows them
+  // True if all ranks know all counts, and cut every chunk of the schedule into as many chunks.
+  // Otherwise (gather, scatter, all_to_all) each is cut by its own size, which both its ends know.
   bool uniform_segments = true;
   Rank rank = 0;
   std::shared_ptr<const codec::Codec> codec;
@@ -145,14 +150,15 @@ class Plan {
 
   const std::vector<SendFrame>& sends() const noexcept { return frames_.sends; }
   const std::vector<ReceiveFrame>& receives() const noexcept { return frames_.receives; }
-  std::span<const Part> parts(const Frame& frame) const { return view(frames_.parts, frame.parts); }
-  std::span<const Piece> pieces(const Part& part) const { return view(pieces_, part.pieces); }
+  std::span<const Chunk> chunks(const Frame& frame) const {
+    return view(frames_.chunks, frame.chunks);
+  }
+  std::span<const Span> spans(const Chunk& chunk) const { return view(spans_, chunk.spans); }
   std::span<const Rank> peers(const Frame& frame) const { return view(frames_.peers, frame.peers); }
 
-  // For lossy codecs: where the payload of a stored part lies, how many there are, and the size of
-  // the whole store.
-  std::size_t store_offset(std::uint32_t stored) const { return store_offsets_[stored]; }
-  std::size_t stored_parts() const noexcept { return store_offsets_.size(); }
+  // For lossy codecs: where a payload lies in the store, how many there are, and the bytes of all.
+  std::size_t store_offset(std::uint32_t index) const { return store_offsets_[index]; }
+  std::size_t stored_chunks() const noexcept { return store_offsets_.size(); }
   std::size_t store_bytes() const noexcept { return store_bytes_; }
 
   // Where a float32 sum lies, and how many elements such sums take in all.
@@ -168,7 +174,7 @@ class Plan {
   int divisor() const noexcept { return divisor_; }
   // Returns the results that this rank neither sends nor receives in finished form, to be finished
   // when everything has landed. Empty if nothing is to be done for them.
-  const std::vector<Piece>& finished_here() const noexcept { return finished_here_; }
+  const std::vector<Span>& finished_here() const noexcept { return finished_here_; }
 
  private:
   Binding binding_;
@@ -177,10 +183,10 @@ class Plan {
   int divisor_;
   int segments_ = 1;
   PlanFrames frames_;
-  std::vector<Piece> pieces_;
+  std::vector<Span> spans_;
   std::vector<std::size_t> store_offsets_;
   std::size_t store_bytes_ = 0;
-  std::vector<Piece> finished_here_;
+  std::vector<Span> finished_here_;
 };
 
 }  // namespace gradwire::exec

@@ -105,7 +105,7 @@ bool PlanCache::matches(const Key& key, const Request& request, std::uint64_t di
 
 std::shared_ptr<const Plan> PlanCache::find(const Request& request,
                                             const std::vector<int>& link_of) {
-  extent_counts(request, counts_);
+  array_counts(request, counts_);
   Fnv1a hash;
   for (std::uint64_t count : counts_) hash.number(count);
   const std::uint64_t digest = hash.digest();

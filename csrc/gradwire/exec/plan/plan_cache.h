@@ -1,6 +1,6 @@
-// PlanCache: finds the plan of a request, without allocating if the same shape was seen before. It
-// also decides by a cost model what algorithm="auto" means, from what all ranks know alike. Where
-// the model decided, its digest is part of what the ranks must agree on.
+// PlanCache: returns the plan of a request, and allocates only for a new shape. By a cost model it
+// also decides what algorithm="auto" means, from what all ranks know alike; then the model's digest
+// is part of what the ranks must agree on.
 #pragma once
 
 #include <memory>
@@ -34,8 +34,8 @@ class PlanCache {
   };
   explicit PlanCache(Setting setting);
 
-  // Sets the model behind algorithm="auto". To be called on all ranks, between two calls. Until
-  // then it is the default model of shared memory, with a core for every rank.
+  // Sets the model behind algorithm="auto", on all ranks, between two calls. Until then it is the
+  // built-in one of shared memory and TCP, with a core for every rank.
   void set_model(schedule::CostModel model);
 
   // Returns the request's plan. Throws ScheduleError or InvalidArgument if there is no valid one.

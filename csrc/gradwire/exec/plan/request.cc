@@ -64,9 +64,9 @@ class KeyWalk {
   // Beyond the last key a step takes all `most`.
   std::uint64_t step(std::uint64_t most) {
     for (; !keys_.empty() && used_ == keys_.front().count; used_ = 0) keys_ = keys_.subspan(1);
-    const std::uint64_t run = keys_.empty() ? most : std::min(most, keys_.front().count - used_);
-    used_ += run;
-    return run;
+    const std::uint64_t length = keys_.empty() ? most : std::min(most, keys_.front().count - used_);
+    used_ += length;
+    return length;
   }
 
  private:
@@ -74,23 +74,23 @@ class KeyWalk {
   std::uint64_t used_ = 0;  // elements of the first key
 };
 
-std::size_t most_runs(const Request& request) {
+std::size_t most_keys_of_block(const Request& request) {
   KeyWalk keys(request.keys);
   std::size_t most = 1;
   for (const Array& block : request.inputs) {
-    std::size_t runs = 0;
-    for (std::uint64_t left = block.count; left > 0; ++runs) left -= keys.step(left);
-    most = std::max(most, runs);
+    std::size_t parts = 0;
+    for (std::uint64_t left = block.count; left > 0; ++parts) left -= keys.step(left);
+    most = std::max(most, parts);
   }
   return most;
 }
 
-void append_runs(const Request& request, std::vector<std::uint64_t>& out) {
+void append_parts_by_key(const Request& request, std::vector<std::uint64_t>& out) {
   KeyWalk keys(request.keys);
-  const std::size_t runs = most_runs(request);
+  const std::size_t parts = most_keys_of_block(request);
   for (const Array& block : request.inputs) {
     std::uint64_t left = block.count;
-    for (std::size_t i = 0; i < runs; ++i) {
+    for (std::size_t i = 0; i < parts; ++i) {
       out.push_back(keys.step(left));
       left -= out.back();
     }
@@ -165,7 +165,7 @@ OpSpec spec_of(const Request& request) {
   return spec;
 }
 
-void extent_counts(const Request& request, std::vector<std::uint64_t>& out) {
+void array_counts(const Request& request, std::vector<std::uint64_t>& out) {
   out.clear();
   const Rank rank = request.rank;
   const auto p = at(request.size);
@@ -177,7 +177,7 @@ void extent_counts(const Request& request, std::vector<std::uint64_t>& out) {
     case Collective::kReduce:
       return append(request.inputs);
     case Collective::kReduceScatter:
-      return append_runs(request, out);
+      return append_parts_by_key(request, out);
     case Collective::kBroadcast:
     case Collective::kAllGather:
       return append(request.outputs);

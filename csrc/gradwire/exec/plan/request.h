@@ -16,7 +16,7 @@
 
 namespace gradwire::exec {
 
-// The shape of an extent that is a matrix, row by row.
+// The shape of an array that is a matrix, row by row.
 struct Shape {
   std::size_t rows = 1;
   std::size_t columns = 0;
@@ -24,7 +24,7 @@ struct Shape {
 
 struct ExchangePayloads;
 
-// The shapes of the caller's arrays, which must be the same on all ranks. They are compared in the
+// The shapes of the caller's arrays, which must be the same on all ranks. Ranks compare them in the
 // first call that has them, or in each call.
 struct ShapeCheck {
   std::uint64_t digest = 0;  // 0: not checked
@@ -32,7 +32,7 @@ struct ShapeCheck {
   bool always = false;
 };
 
-// A run of elements in the caller's memory. `data` may be null if `count` is 0.
+// Contiguous elements in the caller's memory. `data` may be null if `count` is 0.
 struct Array {
   std::byte* data = nullptr;
   std::uint64_t count = 0;  // elements
@@ -48,8 +48,8 @@ struct Array {
 //   gather / scatter                p blocks at the root (outputs / inputs), one block everywhere
 //   all_to_all                      p blocks in and p blocks out
 struct Request {
-  Rank rank = 0;  // the caller's in its communicator, which sets it, and
-  int size = 1;   // the number of ranks there
+  Rank rank = 0;  // of the caller; the communicator sets this
+  int size = 1;   // ranks in the communicator, which sets this, too
   Collective collective = Collective::kAllReduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -75,11 +75,11 @@ struct Request {
   double timeout = 300;           // seconds, from when the operation starts to run
 };
 
-// Writes the elements of each extent that the request's schedule works on (OpSpec::counts). Blocks
-// of reduce_scatter are cut where keys end, all into equally many extents, some of them empty. For
+// Writes the elements of each array that the request's schedule works on (OpSpec::counts). Blocks
+// of reduce_scatter are cut where keys end, all into equally many arrays, some of them empty. For
 // gather, scatter and all_to_all only this rank's own counts are known: the others are 0, and
 // uneven counts are checked frame by frame instead of in the fingerprint.
-void extent_counts(const Request& request, std::vector<std::uint64_t>& out);
+void array_counts(const Request& request, std::vector<std::uint64_t>& out);
 // Returns whether all ranks know all counts. Each block of gather, scatter and all_to_all is known
 // to only two ranks.
 bool counts_known_to_all(Collective collective);

@@ -10,7 +10,7 @@ namespace gradwire::exec {
 // What to do when an addend arrives.
 struct WideFold {
   static constexpr std::uint32_t kNone = ~0U;
-  std::uint32_t place = kNone;  // of the sum; kNone: the addend is folded and rounded alone
+  std::uint32_t place = kNone;  // of the sum; kNone: this addend is folded and rounded by itself
   bool begins = false;          // first addend: this rank's own elements are added too
   bool ends = false;            // last addend: the sum is rounded into this rank's elements
   bool averages = false;        // and divided before that

@@ -32,7 +32,7 @@ void CpuDevice::bind(const Request& request, const Decision& decision) {
     if (decision.method != Method::kPlan)
       feedback_.bind(program_.counts(), original_.keys, transaction_);
     finite_ = true;
-    has_voted_ = false;
+    vote_.taken = false;
     if (decision.method == Method::kGather || decision.method == Method::kExchange)
       begin_payloads();
   } catch (...) {
@@ -108,40 +108,40 @@ const Request* CpuDevice::next(const Progress& progress) {
 }
 
 const Request* CpuDevice::vote() {
-  has_voted_ = true;
-  all_finite_ = std::byte{finite_};
-  vote_ = program_.phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
-  vote_.inputs = vote_.outputs = {&vote_array_, 1};
-  return &vote_;
+  vote_.taken = true;
+  vote_.all_finite = std::byte{finite_};
+  vote_.request = program_.phase(Collective::kAllReduce, DType::kUInt8, ReduceOp::kMin);
+  vote_.request.inputs = vote_.request.outputs = {&vote_.array, 1};
+  return &vote_.request;
 }
 
 // Where ranks hold different results, or none, that are not all finite, all of them become NaN; so
 // do products of factors that are not finite.
-void CpuDevice::settle() {
-  if (original_.payloads) return hand_over();
-  if (has_voted_) finite_ = all_finite_ != std::byte{0};
-  if (!finite_ && (has_voted_ || program_.decision().method == Method::kLowRank))
+void CpuDevice::finish() {
+  if (original_.payloads) return return_payloads();
+  if (vote_.taken) finite_ = vote_.all_finite != std::byte{0};
+  if (!finite_ && (vote_.taken || program_.decision().method == Method::kLowRank))
     for (const Array& each : outputs_)
       std::fill_n(reinterpret_cast<float*>(each.data), each.count,
                   std::numeric_limits<float>::quiet_NaN());
   transaction_.settle(finite_);
 }
 
-void CpuDevice::deliver(std::span<const Extent> extents) {
+void CpuDevice::deliver(std::span<const SummedArray> arrays) {
   const Stopwatch stopwatch(spent_.encode);
-  for (const Extent& each : extents) {
+  for (const SummedArray& each : arrays) {
     if (each.y != each.x && each.count > 0) std::memcpy(each.y, each.x, each.count * sizeof(float));
     feedback_.deliver(each.index, each.y);
   }
 }
 
-void CpuDevice::mark(std::span<const Extent> extents) {
-  for (const Extent& each : extents)
+void CpuDevice::mark(std::span<const SummedArray> arrays) {
+  for (const SummedArray& each : arrays)
     finite_ = codec::mark_not_finite(*original_.codec, each.y, each.count) && finite_;
 }
 
-void CpuDevice::average(std::span<const Extent> extents) {
-  for (const Extent& each : extents)
+void CpuDevice::average(std::span<const SummedArray> arrays) {
+  for (const SummedArray& each : arrays)
     codec::average(DType::kFloat32, each.y, original_.size, each.count);
 }
 

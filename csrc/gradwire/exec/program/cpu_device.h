@@ -1,6 +1,6 @@
 // CpuDevice: the steps of one call on a CPU. The driver runs its phases one after the other, and
-// keeps the object and binds it again, so that a repeated call allocates nothing. A call that is
-// one plan and needs no vote is an Operation alone.
+// binds the object again for later calls, so that a repeated call allocates nothing. A call that is
+// one plan and needs no vote is an Operation and has no CpuDevice.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,7 @@ struct ExchangePayloads {
   std::vector<std::size_t> ends;  // by rank: the end of its payload in `all`
   bool all_finite = true;
 
-  // The call's keys, if it feeds back. Whoever decodes settles them, or the call's failure does.
+  // The call's keys, if it feeds back. Whoever decodes ends the transaction, or the call's failure.
   std::shared_ptr<codec::ErrorFeedback> feedback;
   codec::ErrorFeedback::Transaction transaction;
 };
@@ -50,7 +50,7 @@ class CpuDevice final : public Device {
   // Returns a request like its phases. Making its plan shows at submission that they are possible.
   const Request& probe();
 
-  // Returns the next phase, valid until next() is called again; null when all is done and settled.
+  // Returns the next phase, valid until next() is called again; null when all is done.
   // Called on the driver's thread.
   const Request* next(const Progress& progress);
 
@@ -59,7 +59,7 @@ class CpuDevice final : public Device {
     (original_.payloads ? original_.payloads->transaction : transaction_).settle(false);
   }
 
-  // Returns the time spent in codecs that is not counted yet. Whoever counts it sets it to zero.
+  // Returns the time spent in codecs since it was last set to zero, which the caller may do.
   CodecTime& codec_time() noexcept { return spent_; }
 
   // Returns this rank's residuals, for phases that feed back.
@@ -70,29 +70,29 @@ class CpuDevice final : public Device {
   const Request* exchange_lengths() override;
   const Request* exchange_payloads() override { return &payloads_.bytes(limit_); }
   const Request* vote() override;
-  void deliver(std::span<const Extent> extents) override;
-  void mark(std::span<const Extent> extents) override;
-  void average(std::span<const Extent> extents) override;
-  void encode(std::span<const Extent> extents) override;
-  void add_up(std::span<const Extent> extents) override;
+  void deliver(std::span<const SummedArray> arrays) override;
+  void mark(std::span<const SummedArray> arrays) override;
+  void average(std::span<const SummedArray> arrays) override;
+  void encode(std::span<const SummedArray> arrays) override;
+  void add_up(std::span<const SummedArray> arrays) override;
   FactorRoom take_factor_room(std::size_t left, std::size_t right) override;
   void make_left(std::span<const Matrix> matrices) override;
   bool make_right(std::span<const Matrix> matrices) override;
   void multiply(std::span<const Matrix> matrices) override;
-  void settle() override;
+  void finish() override;
 
   void keep(const Request& request, const Decision& decision);
   std::string_view take_label(const Request& request);
   void begin_payloads();
-  void hand_over();
+  void return_payloads();
 
-  void take_part(Rank from, std::size_t extent);
-  void sum(const Extent& extent);
+  void take_payload(Rank from, std::size_t array);
+  void sum(const SummedArray& array);
   void check_ends() const;
-  Rank blame(std::size_t count) const;
+  Rank sender_of_invalid_payload(std::size_t count) const;
   [[noreturn]] void refuse(Rank from, const std::string& why) const;
 
-  const float* input_with_narrow(const Extent& extent) const;
+  const float* input_with_narrow(const SummedArray& array) const;
   const float* values(const Matrix& matrix) const;
   std::span<const float> last_right(const Matrix& matrix) const;
   void multiply_by_rows(codec::LowRankResult result, const Matrix& matrix);
@@ -113,19 +113,23 @@ class CpuDevice final : public Device {
   CodecTime spent_;
   std::uint32_t operation_ = 0;
   bool finite_ = true;  // whether the results are, as far as is known
-  Request vote_;
-  std::byte all_finite_{};  // of the vote
-  Array vote_array_{&all_finite_, 1};
-  bool has_voted_ = false;
+  struct {
+    bool taken = false;
+    Request request;
+    std::byte all_finite{};
+    Array array{&all_finite, 1};
+  } vote_;
 
   Payloads payloads_;
   std::size_t used_ = 0, limit_ = 0;  // bytes of this rank's payload, and of any rank's at most
-  std::vector<std::size_t> starts_;   // by rank: where its part of the next extent begins
-  std::vector<ConstBytes> parts_;     // by rank: its part of one extent
+  std::vector<std::size_t> starts_;   // by rank: where the payload of the next array begins
+  std::vector<ConstBytes> array_payloads_;  // by rank: the payload of one array
 
-  std::vector<float> left_, right_, own_right_;
-  std::vector<double> room_;
-  std::vector<float> rows_of_left_, error_;  // of a few rows, where residuals are narrow
+  struct {
+    std::vector<float> left, right, own_right;
+    std::vector<double> room;
+    std::vector<float> rows_of_left, error;  // of a few rows, where residuals are narrow
+  } factors_;
 };
 
 }  // namespace gradwire::exec

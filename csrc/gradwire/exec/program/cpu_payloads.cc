@@ -13,9 +13,9 @@
 namespace gradwire::exec {
 namespace {
 
-// Returns the size of the table in front of the payloads, which has the length of each extent's
+// Returns the size of the table in front of the payloads, which has the length of each array's
 // payload.
-std::size_t table_bytes(std::size_t extents) { return extents * sizeof(std::uint32_t); }
+std::size_t table_bytes(std::size_t arrays) { return arrays * sizeof(std::uint32_t); }
 
 }  // namespace
 
@@ -38,7 +38,7 @@ const Request* CpuDevice::exchange_lengths() {
   return &payloads_.lengths(given->own.size(), given->finite);
 }
 
-void CpuDevice::hand_over() {
+void CpuDevice::return_payloads() {
   ExchangePayloads& payloads = *original_.payloads;
   for (Rank r = 0; r < original_.size; ++r) {
     const ConstBytes payload = payloads_.of(r);
@@ -48,13 +48,13 @@ void CpuDevice::hand_over() {
   payloads.all_finite = payloads_.all_flagged();
 }
 
-void CpuDevice::encode(std::span<const Extent> extents) {
+void CpuDevice::encode(std::span<const SummedArray> arrays) {
   const Stopwatch stopwatch(spent_.encode);
   const codec::Codec& codec = *original_.codec;
   std::vector<std::byte>& out = payloads_.own();
   if (out.size() < limit_) out.resize(limit_);
-  used_ = table_bytes(extents.size());
-  for (const Extent& each : extents) {
+  used_ = table_bytes(arrays.size());
+  for (const SummedArray& each : arrays) {
     feedback_.prepare(codec, each.index, each.x);
     const codec::EncodeContext context = feedback_.context(each.index, original_.rank, operation_);
     const std::size_t size =
@@ -66,27 +66,27 @@ void CpuDevice::encode(std::span<const Extent> extents) {
   feedback_.adapt(codec);
 }
 
-void CpuDevice::add_up(std::span<const Extent> extents) {
+void CpuDevice::add_up(std::span<const SummedArray> arrays) {
   const Stopwatch stopwatch(spent_.decode);
-  starts_.assign(at(original_.size), table_bytes(extents.size()));
-  parts_.resize(starts_.size());
-  for (const Extent& each : extents) {
-    for (Rank r = 0; r < original_.size; ++r) take_part(r, each.index);
+  starts_.assign(at(original_.size), table_bytes(arrays.size()));
+  array_payloads_.resize(starts_.size());
+  for (const SummedArray& each : arrays) {
+    for (Rank r = 0; r < original_.size; ++r) take_payload(r, each.index);
     if (each.y != nullptr) sum(each);
   }
   check_ends();
 }
 
-// Takes a rank's part of an extent. Its length is not trusted: it is checked, and loaded once.
-void CpuDevice::take_part(Rank from, std::size_t extent) {
+// Takes a rank's payload of an array. Its length is not trusted: it is checked, and loaded once.
+void CpuDevice::take_payload(Rank from, std::size_t array) {
   const auto r = at(from);
   const ConstBytes all = payloads_.of(from);
   std::uint32_t length = 0;
   if (all.size() >= table_bytes(program_.counts().size()))
-    std::memcpy(&length, all.data() + table_bytes(extent), sizeof length);
+    std::memcpy(&length, all.data() + table_bytes(array), sizeof length);
   if (starts_[r] > all.size() || length > all.size() - starts_[r])
     refuse(from, "it is shorter than its parts");
-  parts_[r] = all.subspan(starts_[r], length);
+  array_payloads_[r] = all.subspan(starts_[r], length);
   starts_[r] += length;
 }
 
@@ -95,24 +95,24 @@ void CpuDevice::check_ends() const {
     if (starts_[at(r)] != payloads_.of(r).size()) refuse(r, "it is longer than its parts");
 }
 
-// Sums an extent's parts.
-void CpuDevice::sum(const Extent& extent) {
+// Sums an array's payloads.
+void CpuDevice::sum(const SummedArray& array) {
   try {
-    original_.codec->decode_sum(parts_, extent.y, extent.count);
+    original_.codec->decode_sum(array_payloads_, array.y, array.count);
   } catch (const InvalidArgument& error) {
-    refuse(blame(extent.count), error.what());
+    refuse(sender_of_invalid_payload(array.count), error.what());
   }
-  mark({&extent, 1});
-  if (original_.op == ReduceOp::kAvg) average({&extent, 1});
+  mark({&array, 1});
+  if (original_.op == ReduceOp::kAvg) average({&array, 1});
 }
 
-// Returns the rank whose part of an extent cannot be decoded, when it is known that there is one.
-Rank CpuDevice::blame(std::size_t count) const {
+// Returns the rank whose payload of an array cannot be decoded, if there must be one.
+Rank CpuDevice::sender_of_invalid_payload(std::size_t count) const {
   std::vector<float> scratch(count);
   for (Rank r = 0; r < original_.size; ++r) {
-    const ConstBytes part = parts_[at(r)];
+    const ConstBytes payload = array_payloads_[at(r)];
     try {
-      if (original_.codec->decode(part, scratch.data(), count).bytes != part.size()) return r;
+      if (original_.codec->decode(payload, scratch.data(), count).bytes != payload.size()) return r;
     } catch (const InvalidArgument&) {
       return r;
     }

@@ -20,19 +20,19 @@ enum class Program::Step : std::uint8_t {
   kSumRights,
   kMultiply,
   kVote,
-  kSettle,
+  kFinish,
 };
 
 std::span<const Program::Step> Program::steps_of(Method method, bool alone) {
   using enum Step;
-  static constexpr Step kPlan[] = {kRunPlan, kVote, kSettle};
-  static constexpr Step kNative[] = {kRunNative, kSettle};
-  static constexpr Step kAlone[] = {kDeliver, kSettle};
+  static constexpr Step kPlan[] = {kRunPlan, kVote, kFinish};
+  static constexpr Step kNative[] = {kRunNative, kFinish};
+  static constexpr Step kAlone[] = {kDeliver, kFinish};
   static constexpr Step kGather[] = {kEncode, kExchangeLengths, kExchangePayloads, kAddUp,
-                                     kVote,   kSettle};
+                                     kVote,   kFinish};
   static constexpr Step kLowRank[] = {kMakeLeft,  kSumLefts, kMakeRight,
-                                      kSumRights, kMultiply, kSettle};
-  static constexpr Step kExchange[] = {kExchangeLengths, kExchangePayloads, kSettle};
+                                      kSumRights, kMultiply, kFinish};
+  static constexpr Step kExchange[] = {kExchangeLengths, kExchangePayloads, kFinish};
   switch (method) {
     case Method::kNative:
       return kNative;
@@ -54,26 +54,26 @@ void Program::bind(const Request& request, const Decision& decision, bool feeds_
   decision_ = decision;
   feeds_back_ = feeds_back;
   steps_ = steps_of(decision.method, request.size == 1);
-  extent_counts(request, counts_);
+  array_counts(request, counts_);
   key_offsets_.clear();
   if (feeds_back) find_key_offsets(counts_, request.keys, key_offsets_);
-  extents_.clear();
+  arrays_.clear();
   matrices_.clear();
-  const bool works_on_extents = decision.method == Method::kGather ||
-                                decision.method == Method::kLowRank ||
-                                (decision.method == Method::kNative && feeds_back);
-  if (works_on_extents) place_extents();
+  const bool works_on_arrays = decision.method == Method::kGather ||
+                               decision.method == Method::kLowRank ||
+                               (decision.method == Method::kNative && feeds_back);
+  if (works_on_arrays) place_arrays();
   if (decision.method == Method::kLowRank) take_matrices(device);
 }
 
-void Program::place_extents() {
+void Program::place_arrays() {
   const std::size_t arrays = request_->inputs.size();
-  const std::size_t runs = arrays == 0 ? 1 : counts_.size() / arrays;  // extents of an array
-  std::size_t offset = 0;                                              // elements
+  const std::size_t parts = arrays == 0 ? 1 : counts_.size() / arrays;  // of an input
+  std::size_t offset = 0;                                               // elements
   for (std::size_t i = 0; i < counts_.size(); ++i) {
-    if (i % runs == 0) offset = 0;
-    const auto* x = reinterpret_cast<const float*>(request_->inputs[i / runs].data);
-    extents_.push_back({i, x + offset, output(i / runs, offset), counts_[i]});
+    if (i % parts == 0) offset = 0;
+    const auto* x = reinterpret_cast<const float*>(request_->inputs[i / parts].data);
+    arrays_.push_back({i, x + offset, output(i / parts, offset), counts_[i]});
     offset += counts_[i];
   }
 }
@@ -89,17 +89,17 @@ float* Program::output(std::size_t array, std::size_t offset) const {
   return reinterpret_cast<float*>(request.outputs[array].data) + offset;
 }
 
-// Takes the matrices that are worth factoring out of the extents. A single rank factors none, as it
+// Takes the matrices that are worth factoring out of the arrays. A single rank factors none, as it
 // sends nothing. The factors of one key's matrices lie end to end in its memory.
 void Program::take_matrices(Device& device) {
   std::size_t left = 0, right = 0, memory = 0;
-  std::erase_if(extents_, [&](const Extent& each) {
+  std::erase_if(arrays_, [&](const SummedArray& each) {
     const Shape shape =
         request_->shapes.empty() ? Shape{1, each.count} : request_->shapes[each.index];
     const codec::Factors of{shape.rows, shape.columns, request_->codec->definition().rank};
     if (request_->size == 1 || !codec::worth_factoring(of)) return false;
     Matrix matrix;
-    matrix.extent = each;
+    matrix.array = each;
     matrix.of = of;
     if (feeds_back_) {
       const std::size_t key = key_offsets_[each.index].key;
@@ -125,7 +125,7 @@ void Program::take_matrices(Device& device) {
     lefts_.push_back({reinterpret_cast<std::byte*>(each.left), each.left_size()});
     rights_.push_back({reinterpret_cast<std::byte*>(each.right), each.right_size()});
   }
-  for (const Extent& each : extents_)
+  for (const SummedArray& each : arrays_)
     lefts_.push_back({reinterpret_cast<std::byte*>(each.y), each.count});
 }
 
@@ -150,44 +150,44 @@ const Request* Program::take(Step step, Device& device) {
     case Step::kRunPlan:
       return device.run_plan();
     case Step::kRunNative:
-      if (feeds_back_) device.deliver(extents_);
+      if (feeds_back_) device.deliver(arrays_);
       device.run_native();
-      if (feeds_back_) device.mark(extents_);
+      if (feeds_back_) device.mark(arrays_);
       return nullptr;
     case Step::kDeliver:
-      device.deliver(extents_);
-      device.mark(extents_);
+      device.deliver(arrays_);
+      device.mark(arrays_);
       return nullptr;
     case Step::kEncode:
-      device.encode(extents_);
+      device.encode(arrays_);
       return nullptr;
     case Step::kExchangeLengths:
       return device.exchange_lengths();
     case Step::kExchangePayloads:
       return device.exchange_payloads();
     case Step::kAddUp:
-      device.add_up(extents_);
+      device.add_up(arrays_);
       return nullptr;
     case Step::kMakeLeft:
-      device.deliver(extents_);
+      device.deliver(arrays_);
       device.make_left(matrices_);
       return nullptr;
     case Step::kSumLefts:
       return request_->size > 1 ? &sum(lefts_) : nullptr;
     case Step::kMakeRight:
-      device.mark(extents_);
+      device.mark(arrays_);
       if (!device.make_right(matrices_)) steps_ = steps_.last(1);
       return nullptr;
     case Step::kSumRights:
       return matrices_.empty() ? nullptr : &sum(rights_);
     case Step::kMultiply:
-      if (request_->op == ReduceOp::kAvg) device.average(extents_);
+      if (request_->op == ReduceOp::kAvg) device.average(arrays_);
       device.multiply(matrices_);
       return nullptr;
     case Step::kVote:
       return votes(*request_, feeds_back_) ? device.vote() : nullptr;
-    case Step::kSettle:
-      device.settle();
+    case Step::kFinish:
+      device.finish();
       return nullptr;
   }
   return nullptr;

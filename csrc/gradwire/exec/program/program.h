@@ -9,7 +9,7 @@
 //             (one rank: deliver)
 //   lowrank   make left factors · sum them · make right factors · sum them · multiply
 //   exchange  exchange lengths · exchange payloads
-//   each      [vote] · settle
+//   each      [vote] · finish
 //
 // Ranks vote where they feed back and hold different results, or none: they must still agree
 // whether residuals may move.
@@ -27,21 +27,22 @@
 
 namespace gradwire::exec {
 
-// A run of float32 that belongs to one key, if any: an input, and where its sum goes.
-struct Extent {
-  std::size_t index = 0;  // in extent_counts()
+// An array of float32, which belongs to one key if there are keys: an input, and where its sum
+// goes.
+struct SummedArray {
+  std::size_t index = 0;  // in array_counts()
   const float* x = nullptr;
   float* y = nullptr;  // may be x; null where other ranks keep the sum
   std::uint64_t count = 0;
 };
 
-// An extent that is factored. The factors of all matrices lie end to end, each kind for itself.
+// An array that is factored. The factors of all matrices lie end to end, each kind for itself.
 struct Matrix {
-  Extent extent;
+  SummedArray array;
   codec::Factors of;
   float* left = nullptr;
   float* right = nullptr;      // what the left one begins with; then the sum of right factors
-  float* own_right = nullptr;  // this rank's part of that
+  float* own_right = nullptr;  // this rank's addend of that
   KeyOffset in_memory;         // with feedback: where the sum is remembered
 
   std::size_t left_size() const { return of.rows * of.rank; }
@@ -53,7 +54,7 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Return the phase; null where there is nothing to run, or it has run.
+  // Return the request to run as a phase; null if there is none, or the device has run it.
   virtual const Request* run_plan() = 0;
   virtual const Request* exchange_lengths() = 0;
   virtual const Request* exchange_payloads() = 0;
@@ -61,14 +62,14 @@ class Device {
   virtual void run_native() {}
 
   // y := x + e, e' := 0: for what loses nothing. Without feedback y := x.
-  virtual void deliver(std::span<const Extent> extents) = 0;
+  virtual void deliver(std::span<const SummedArray> arrays) = 0;
   // Finds out whether y is finite; units of a codec that are not become NaN.
-  virtual void mark(std::span<const Extent> extents) = 0;
-  virtual void average(std::span<const Extent> extents) = 0;
+  virtual void mark(std::span<const SummedArray> arrays) = 0;
+  virtual void average(std::span<const SummedArray> arrays) = 0;
 
   // Payloads: encode() adapts the codec, too; add_up() marks and averages where y is not null.
-  virtual void encode(std::span<const Extent> extents) = 0;
-  virtual void add_up(std::span<const Extent> extents) = 0;
+  virtual void encode(std::span<const SummedArray> arrays) = 0;
+  virtual void add_up(std::span<const SummedArray> arrays) = 0;
 
   // Factors. Room for all left ones, all right ones, and all of this rank's right ones.
   struct FactorRoom {
@@ -81,8 +82,8 @@ class Device {
   // y := the product of the sums, averaged. Keeps this rank's error, and the right factors.
   virtual void multiply(std::span<const Matrix> matrices) = 0;
 
-  // Ends the call: residuals move if all results are finite.
-  virtual void settle() = 0;
+  // Ends the call: residuals change if all results are finite.
+  virtual void finish() = 0;
 };
 
 // Returns whether the ranks of a call that feeds back must vote.
@@ -90,12 +91,12 @@ inline bool votes(const Request& request, bool feeds_back) {
   return feeds_back && request.collective != Collective::kAllReduce;
 }
 
-// It is reused from call to call: bind() allocates only when it needs more room than ever before.
+// Reused from call to call: bind() allocates only when it needs more room than ever before.
 class Program {
  public:
   // `request` must stay until the last step.
   void bind(const Request& request, const Decision& decision, bool feeds_back, Device& device);
-  // Does the work that needs neither other ranks nor the call's number.
+  // Does the steps at the beginning that need neither other ranks nor the call's number.
   void prepare(Device& device);
   // Does the steps up to the next phase, and returns that, valid until next() is called again; null
   // when all is done.
@@ -104,9 +105,9 @@ class Program {
   const Request& request() const noexcept { return *request_; }
   const Decision& decision() const noexcept { return decision_; }
   bool feeds_back() const noexcept { return feeds_back_; }
-  // Returns the elements of each extent (extent_counts).
+  // Returns the elements of each array (array_counts).
   const std::vector<std::uint64_t>& counts() const noexcept { return counts_; }
-  // Returns, with feedback, where each extent lies in its key.
+  // Returns, with feedback, where each array lies in its key.
   const std::vector<KeyOffset>& key_offsets() const noexcept { return key_offsets_; }
   // Returns a request for a phase, without arrays: algorithm "auto", and the label that ranks
   // compare.
@@ -120,7 +121,7 @@ class Program {
   enum class Step : std::uint8_t;
   static std::span<const Step> steps_of(Method method, bool alone);
   const Request* take(Step step, Device& device);
-  void place_extents();
+  void place_arrays();
   void take_matrices(Device& device);
   float* output(std::size_t array, std::size_t offset) const;
   const Request& sum(const std::vector<Array>& arrays);
@@ -132,7 +133,7 @@ class Program {
   std::span<const Step> steps_;  // that are left
   std::vector<std::uint64_t> counts_;
   std::vector<KeyOffset> key_offsets_;
-  std::vector<Extent> extents_;  // of lowrank: those that travel as they are
+  std::vector<SummedArray> arrays_;  // of lowrank: those that travel as they are
   std::vector<Matrix> matrices_;
   std::vector<Array> lefts_, rights_;  // what the two sums of factors add
   Request phase_;

@@ -18,7 +18,7 @@ enum class EventKind : std::uint8_t {
   kReceive = 4,  // a frame was landed: decoded, added or copied
   kWait = 5,     // nothing moved: a peer's frame was missing, or a peer did not read
   kLocal = 6,    // work of the collective outside of its plans
-  kMessage = 7,  // a part of a message of send or recv
+  kMessage = 7,  // a frame of a message of send or recv
   kBlocked = 8,  // a thread of the program waited for a call
 };
 
@@ -37,7 +37,7 @@ struct Event {
   std::uint16_t round = 0;      // frame; call: number of phases
   std::int32_t peer = -1;       // frame, wait, message; blocked: the thread's number
   std::uint32_t operation = 0;  // number of the phase (the first one of a call), or of the message
-  std::uint32_t segment = 0;    // frame; message: part
+  std::uint32_t segment = 0;    // frame; message: number of the frame
   std::uint64_t begin = 0;
   std::uint64_t duration = 0;
   std::uint64_t bytes = 0;  // on the wire, headers included; call: sent in all

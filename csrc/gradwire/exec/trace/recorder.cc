@@ -67,13 +67,13 @@ std::string text_of(const Request& request) {
 
 std::uint64_t plain_bytes(const Plan& plan, const Frame& frame) {
   std::uint64_t elements = 0;
-  for (const Part& part : plan.parts(frame))
-    for (const Piece& piece : plan.pieces(part)) elements += piece.count;
+  for (const Chunk& chunk : plan.chunks(frame))
+    for (const Span& span : plan.spans(chunk)) elements += span.count;
   return elements * size_of(plan.spec().dtype);
 }
 
 bool adds(const Plan& plan, const ReceiveFrame& frame) {
-  return plan.parts(frame)[0].landing == schedule::Landing::kReduce;
+  return plan.chunks(frame)[0].landing == schedule::Landing::kReduce;
 }
 
 }  // namespace
@@ -247,17 +247,17 @@ void Recorder::received(const Plan& plan, std::span<const ReceiveFrame> frames, 
   }
 }
 
-void Recorder::moved(const MessagePart& part) noexcept {
+void Recorder::moved(const MessageFrame& frame) noexcept {
   Event event;
   event.kind = EventKind::kMessage;
-  event.flags = part.sent ? kEventSent : std::uint8_t{0};
-  event.peer = part.peer;
-  event.operation = part.message;
-  event.segment = part.part;
+  event.flags = frame.sent ? kEventSent : std::uint8_t{0};
+  event.peer = frame.peer;
+  event.operation = frame.message;
+  event.segment = frame.frame;
   event.begin = begin_;
   event.duration = now() - begin_;  // a wait of the collective goes on meanwhile
-  event.bytes = part.bytes;
-  event.plain = part.bytes - sizeof(FrameHeader);
+  event.bytes = frame.bytes;
+  event.plain = frame.bytes - sizeof(FrameHeader);
   events_.add(event);
 }
 

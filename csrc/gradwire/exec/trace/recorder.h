@@ -1,5 +1,6 @@
-// Recorder: an observer that keeps what it is told as events, in a ring of fixed size. It allocates
-// only when a label or a plan is new, and takes a lock only then and where a call is submitted.
+// Recorder: an observer that keeps what is reported as events, in a ring of fixed size. It
+// allocates only when a label or a plan is new, and takes a lock only then and when a call is
+// submitted.
 #pragma once
 
 #include <chrono>
@@ -41,7 +42,7 @@ class Recorder final : public Observer {
             const CodecTime& spent) noexcept override;
   void received(const Plan& plan, std::span<const ReceiveFrame> frames, std::size_t bytes,
                 const CodecTime& spent) noexcept override;
-  void moved(const MessagePart& part) noexcept override;
+  void moved(const MessageFrame& frame) noexcept override;
   void computed(const CodecTime& spent) noexcept override;
   void awaits(Rank peer, bool reads) noexcept override { (reads ? reader_ : sender_) = peer; }
   void phase_over() noexcept override;
@@ -63,7 +64,7 @@ class Recorder final : public Observer {
 
   // The driver's own.
   Event call_, phase_;
-  CodecTime charged_;                         // of the time in codecs, in this phase
+  CodecTime charged_;                         // time in codecs that events of this phase have
   std::uint64_t begin_ = 0;                   // of the work under way
   std::uint64_t idle_ = 0;                    // when work last ended
   Rank sender_ = kNoPeer, reader_ = kNoPeer;  // for whom this rank has waited since then
