@@ -35,9 +35,9 @@ void check_pair(const Addresses& lower, const Addresses& higher) {
 }
 
 void check_end(const transport::RdmaEnd& end) {
-  require(end.port >= 0 && end.port < 16 && end.peer_port >= 0 && end.peer_port < 16);
+  require(end.port < 16 && end.peer_port < 16);
   require(end.slots > 0 && (end.slots & (end.slots - 1)) == 0);
-  require(end.queue_pair.number >> 24 == 0 && end.queue_pair.first_packet >> 24 == 0);
+  require(end.number >> 24 == 0 && end.first_packet >> 24 == 0);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 #include "gradwire/base/types.h"
 
 #include <array>
+#include <span>
 #include <string>
 
-#include "gradwire/base/error.h"
+#include "gradwire/base/named.h"
 
 namespace gradwire {
 namespace {
@@ -19,14 +20,9 @@ constexpr std::array<std::string_view, kCollectives> kCollectiveNames = {
     "all_reduce", "reduce_scatter", "all_gather", "reduce",
     "broadcast",  "gather",         "scatter",    "all_to_all"};
 
-template <typename Enum, std::size_t N>
-Enum parse(const char* what, const std::array<std::string_view, N>& names, std::string_view name) {
-  for (std::size_t i = 0; i < N; ++i)
-    if (names[i] == name) return static_cast<Enum>(i);
-  std::string known;
-  for (std::string_view each : names) known += (known.empty() ? "" : ", ") + std::string(each);
-  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
-                        "'; use one of: " + known);
+template <typename Enum>
+Enum parse(const char* what, std::span<const std::string_view> names, std::string_view name) {
+  return static_cast<Enum>(&find_named(what, names, name) - names.data());
 }
 
 }  // namespace

@@ -8,6 +8,10 @@
 
 namespace gradwire {
 
+// How long a waiting thread waits at most until it calls its interrupt: one acts within 0.2 s, even
+// if it comes through another thread.
+inline constexpr int kInterruptMilliseconds = 100;
+
 class WaitLimit {
  public:
   // A waiting thread calls it now and then. It throws to end the wait, as Ctrl-C does.
@@ -18,7 +22,7 @@ class WaitLimit {
 
   bool passed() const { return deadline_.passed(); }
   // Returns the timeout of one poll() of the wait. Call check_interrupt() after each poll().
-  int turn_milliseconds() const { return deadline_.milliseconds_left(kTurnMilliseconds); }
+  int turn_milliseconds() const { return deadline_.milliseconds_left(kInterruptMilliseconds); }
   void check_interrupt() const {
     if (interrupt_) interrupt_();
   }
@@ -31,9 +35,6 @@ class WaitLimit {
   }
 
  private:
-  // Short enough that an interrupt acts within 0.2 s, even if it comes through another thread.
-  static constexpr int kTurnMilliseconds = 50;
-
   Deadline deadline_;
   Interrupt interrupt_;
 };

@@ -284,11 +284,10 @@ shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
 bool wait(ServeClient& self, const Call& call, double seconds) {
   self.client.get();  // throws in a fork, where no thread would end the call
   const Unlocked unlocked;
-  constexpr int kTurn = 50;  // milliseconds between two looks at Ctrl-C
-  const Deadline deadline = Deadline::after(seconds);
-  while (!call.work().wait_for(1e-3 * deadline.milliseconds_left(kTurn))) {
-    check_signals();
-    if (deadline.passed()) return false;
+  const WaitLimit limit = limit_of(seconds);
+  while (!call.work().wait_for(1e-3 * limit.turn_milliseconds())) {
+    limit.check_interrupt();
+    if (limit.passed()) return false;
   }
   call.work().rethrow();
   return true;

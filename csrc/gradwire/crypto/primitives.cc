@@ -104,8 +104,8 @@ Key KeyPair::agree(ConstBytes other) const {
   const Libcrypto& library = libcrypto();
   const std::unique_ptr<PublicKey, Free> theirs(
       library.public_key(kX25519, nullptr, raw(other), other.size()));
-  const std::unique_ptr<PublicKeyContext, void (*)(PublicKeyContext*)> context(
-      library.key_context_new(key_.get(), nullptr), library.key_context_free);
+  const std::unique_ptr<PublicKeyContext, Free> context(
+      library.key_context_new(key_.get(), nullptr));
   Key shared;
   std::size_t bytes = kKeyBytes;
   const bool done = theirs && context && library.derive_init(context.get()) == 1 &&

@@ -19,6 +19,17 @@ void fill_random(Bytes out);
 Key sha256(std::initializer_list<ConstBytes> parts);
 Key hmac_sha256(ConstBytes key, std::initializer_list<ConstBytes> parts);
 
+// Frees what libcrypto has made.
+struct Free {
+  void operator()(PublicKey* key) const noexcept { libcrypto().key_free(key); }
+  void operator()(PublicKeyContext* context) const noexcept {
+    libcrypto().key_context_free(context);
+  }
+  void operator()(CipherContext* context) const noexcept {
+    libcrypto().cipher_context_free(context);
+  }
+};
+
 // An X25519 key pair (RFC 7748).
 class KeyPair {
  public:
@@ -31,9 +42,6 @@ class KeyPair {
   Key agree(ConstBytes other) const;
 
  private:
-  struct Free {
-    void operator()(PublicKey* key) const noexcept { libcrypto().key_free(key); }
-  };
   std::unique_ptr<PublicKey, Free> key_;
   std::array<std::byte, kKeyBytes> public_{};
 };
@@ -61,11 +69,6 @@ class Aead {
   [[nodiscard]] bool open(ConstBytes associated, ConstBytes sealed, std::byte* out);
 
  private:
-  struct Free {
-    void operator()(CipherContext* context) const noexcept {
-      libcrypto().cipher_context_free(context);
-    }
-  };
   void set_key();
   void next_nonce();
   bool set_nonce() noexcept;

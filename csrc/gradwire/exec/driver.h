@@ -31,8 +31,6 @@ namespace gradwire::exec {
 
 class Engine;
 
-// How often a waiting thread calls the interrupt, at least.
-inline constexpr int kInterruptMilliseconds = 100;
 inline constexpr double kInterruptSeconds = kInterruptMilliseconds / 1e3;
 
 class Driver {

@@ -10,7 +10,7 @@
 #include "gradwire/base/wire.h"
 #include "gradwire/exec/control/observer.h"
 #include "gradwire/exec/progress_thread.h"
-#include "gradwire/transport/context.h"
+#include "gradwire/transport/kind.h"
 
 namespace gradwire::exec {
 

@@ -67,20 +67,19 @@ std::string text_of(const ControlFrame& frame) {
   return {frame.text.begin(), std::find(frame.text.begin(), frame.text.end(), '\0')};
 }
 
-Control::Control(Rank rank, int size)
-    : rank_(rank), epoll_(make_epoll()), links_(static_cast<std::size_t>(size)) {}
+Control::Control(Rank rank, int size) : rank_(rank), epoll_(make_epoll()), links_(at(size)) {}
 
 void Control::adopt(Connection connection, Rank peer) {
   set_no_delay(connection.socket.get());
   watch(epoll_.get(), connection.socket.get(), EPOLLIN, peer);
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   link.connection = std::move(connection);
   link.incoming.reserve(sizeof(ControlFrame));
   link.outgoing.reserve(crypto::kRecordExtra + sizeof(ControlFrame));
 }
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
-  Link& link = links_[static_cast<std::size_t>(peer)];
+  ControlLink& link = links_[at(peer)];
   if (!connected(peer) || link.unsealable) return true;
   if (!push_out(link) || !may_send(link, frame.type)) return false;
   frame.received = link.read;
@@ -93,7 +92,7 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
 // Sends what fits of a frame, and keeps the rest. Returns false where none of it does, which drops
 // it. A frame that was sealed can't be dropped while the peer lives, as it would miss its number:
 // so it is sealed only where there is room.
-bool Control::put_frame(Link& link, const ControlFrame& frame) {
+bool Control::put_frame(ControlLink& link, const ControlFrame& frame) {
   crypto::Seal* seal = link.connection.seal.get();
   if (seal != nullptr && !has_room(link.socket())) return false;
   if (seal == nullptr)
@@ -109,7 +108,7 @@ bool Control::put_frame(Link& link, const ControlFrame& frame) {
 
 // Frames are numbered by their seal, so after one that libcrypto did not seal none can follow. The
 // doorbell rings for a socket that is shut down.
-bool Control::put_frame_or_end(Link& link, const ControlFrame& frame) noexcept {
+bool Control::put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept {
   try {
     return put_frame(link, frame);
   } catch (const std::exception&) {
@@ -120,7 +119,7 @@ bool Control::put_frame_or_end(Link& link, const ControlFrame& frame) noexcept {
   }
 }
 
-bool Control::may_send(const Link& link, ControlType type) noexcept {
+bool Control::may_send(const ControlLink& link, ControlType type) noexcept {
   const bool last_word = type == ControlType::kFailure || type == ControlType::kBye;
   return last_word || type == ControlType::kAck || link.sent - link.peer_acked < kWindow;
 }
@@ -128,7 +127,7 @@ bool Control::may_send(const Link& link, ControlType type) noexcept {
 // Acknowledges a peer's frames. A peer that gets no other frames from this rank must still learn
 // that its own were read, since it sends no more than kWindow unread ones.
 void Control::acknowledge(Rank peer) noexcept {
-  if (at(peer).read - at(peer).acked >= kWindow / 2) ring(peer);
+  if (link_to(peer).read - link_to(peer).acked >= kWindow / 2) ring(peer);
 }
 
 // Where there is no room for it, the peer has not read what woke it before.
@@ -138,7 +137,7 @@ void Control::ring(Rank peer) noexcept {
   send(peer, frame);
 }
 
-bool Control::push_out(Link& link) {
+bool Control::push_out(ControlLink& link) {
   if (link.outgoing.empty()) return true;
   const ssize_t sent = ::send(link.socket(), link.outgoing.data(), link.outgoing.size(),
                               MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -161,7 +160,7 @@ std::optional<ControlEvent> Control::poll() {
 }
 
 std::optional<ControlEvent> Control::read(Rank peer) {
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   if (link.unsealable) return end(peer, kNotSealed);
   crypto::Seal* seal = link.connection.seal.get();
   std::array<char, crypto::kRecordExtra + crypto::kMostRecord> bytes;
@@ -182,7 +181,7 @@ std::optional<ControlEvent> Control::read(Rank peer) {
 
 // Adds what has arrived to the next frame; returns the peer's end where it can't be opened.
 std::optional<ControlEvent> Control::open(Rank peer, std::string_view arrived) try {
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   crypto::Seal* seal = link.connection.seal.get();
   if (seal == nullptr) {
     link.incoming += arrived;
@@ -197,7 +196,7 @@ std::optional<ControlEvent> Control::open(Rank peer, std::string_view arrived) t
 }
 
 std::optional<ControlEvent> Control::take_frame(Rank peer) {
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   ControlEvent event{peer, false, {}};
   const bool whole = link.incoming.size() == sizeof event.frame;
   std::memcpy(&event.frame, link.incoming.data(), sizeof event.frame);
@@ -213,7 +212,7 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
 }
 
 std::optional<Released> Control::release(Rank peer, double timeout) {
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   if (!link.connection.valid() || link.unsealable) return std::nullopt;
   const Deadline deadline = Deadline::after(timeout);
   while (!push_out(link)) {
@@ -227,7 +226,7 @@ std::optional<Released> Control::release(Rank peer, double timeout) {
 }
 
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
-  Link& link = at(peer);
+  ControlLink& link = link_to(peer);
   unwatch(epoll_.get(), link.socket());
   ++ended_;
   if (!link.released) link.connection = {};

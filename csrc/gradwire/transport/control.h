@@ -125,14 +125,14 @@ class Control final : public Bells {
 
   // Returns how many peers' sockets have ended so far.
   int ended() const noexcept { return ended_; }
-  bool said_bye(Rank peer) const { return links_.at(static_cast<std::size_t>(peer)).bye; }
+  bool said_bye(Rank peer) const { return links_.at(at(peer)).bye; }
   bool connected(Rank peer) const {
-    const Link& link = links_.at(static_cast<std::size_t>(peer));
+    const ControlLink& link = links_.at(at(peer));
     return link.connection.valid() && !link.released;
   }
 
  private:
-  struct Link {
+  struct ControlLink {
     int socket() const noexcept { return connection.socket.get(); }
 
     Connection connection;
@@ -144,12 +144,12 @@ class Control final : public Bells {
     bool released = false;    // by the peer: what it sends now is for this socket's next owner
     bool unsealable = false;  // libcrypto has failed, so nothing more may be sent
   };
-  static bool may_send(const Link& link, ControlType type) noexcept;
+  static bool may_send(const ControlLink& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;
-  Link& at(Rank peer) { return links_.at(static_cast<std::size_t>(peer)); }
-  static bool push_out(Link& link);
-  static bool put_frame(Link& link, const ControlFrame& frame);
-  static bool put_frame_or_end(Link& link, const ControlFrame& frame) noexcept;
+  ControlLink& link_to(Rank peer) { return links_.at(at(peer)); }
+  static bool push_out(ControlLink& link);
+  static bool put_frame(ControlLink& link, const ControlFrame& frame);
+  static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
   std::optional<ControlEvent> open(Rank peer, std::string_view arrived);
   std::optional<ControlEvent> read(Rank peer);
   std::optional<ControlEvent> take_frame(Rank peer);
@@ -157,7 +157,7 @@ class Control final : public Bells {
 
   Rank rank_;
   UniqueFd epoll_;
-  std::vector<Link> links_;
+  std::vector<ControlLink> links_;
   int ended_ = 0;
 };
 

@@ -104,7 +104,7 @@ EmulatedTransport::EmulatedTransport(const Options& options)
     : rank_(options.rank),
       link_(std::dynamic_pointer_cast<EmulatedLink>(options.context)),
       tcp_(make_transport("tcp", with_room_for_a_flight(options))),
-      fronts_(static_cast<std::size_t>(options.size)),
+      fronts_(at(options.size)),
       bell_(make_epoll()) {
   if (!link_)
     throw InvalidArgument("an emulated link needs a rate: set GRADWIRE_LINK, to 1gbit,100us say");
@@ -138,7 +138,7 @@ std::optional<ConstBytes> EmulatedTransport::peek(Rank peer) {
 // Returns whether a message may be shown. Messages enter the NIC in the order in which their first
 // bits arrive.
 bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
-  Front& front = fronts_[static_cast<std::size_t>(peer)];
+  Front& front = fronts_[at(peer)];
   if (front.shown) return true;
   if (message.size() < sizeof(Flight))
     throw_transport_error({kName, rank_, peer}, "a message came without its times");
@@ -158,7 +158,7 @@ bool EmulatedTransport::has_arrived(Rank peer, ConstBytes message) {
 
 void EmulatedTransport::release(Rank peer) {
   tcp_->release(peer);
-  fronts_[static_cast<std::size_t>(peer)] = {};
+  fronts_[at(peer)] = {};
 }
 
 void EmulatedTransport::arm() {

@@ -15,47 +15,38 @@ namespace {
 
 using Duration = Deadline::Clock::duration;
 
-struct Unit {
+// A number with one of these units, and its limits.
+struct Quantity {
   std::string_view name;
-  double value;
+  std::array<std::pair<std::string_view, double>, 3> units;
+  double least, most;
+  std::string_view range;
 };
-constexpr std::array kRates = {Unit{"kbit", 1e3}, Unit{"mbit", 1e6}, Unit{"gbit", 1e9}};
-constexpr std::array kTimes = {Unit{"us", 1e-6}, Unit{"ms", 1e-3}, Unit{"s", 1}};
-constexpr double kLeastRate = 1e5, kMostRate = 1e12;  // bit/s
-constexpr double kMostLatency = 1;                    // seconds
+constexpr Quantity kRate{
+    "rate", {{{"kbit", 1e3}, {"mbit", 1e6}, {"gbit", 1e9}}}, 1e5, 1e12, "100kbit and 1000gbit"};
+constexpr Quantity kLatency{
+    "latency", {{{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}}}, 0, 1, "0us and 1s"};
 
 // TCP over Ethernet sends 1,448 bytes of payload in a packet, with 66 bytes of headers.
 constexpr std::size_t kPayload = 1448, kHeaders = 66;
 
-std::optional<double> parse(std::string_view text, std::span<const Unit> units) {
+double parse(std::string_view spec, std::string_view text, const Quantity& quantity) {
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument("link '" + std::string(spec) + "': " + why +
+                          "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
+                          "second) and a latency one way (us, ms, s)");
+  };
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc()) return std::nullopt;
-  const std::string_view unit = text.substr(static_cast<std::size_t>(end - text.data()));
-  const auto found =
-      std::find_if(units.begin(), units.end(), [&](const Unit& each) { return each.name == unit; });
-  if (found == units.end()) return std::nullopt;
-  return number * found->value;
-}
-
-[[noreturn]] void refuse(std::string_view spec, const std::string& why) {
-  throw InvalidArgument("link '" + std::string(spec) + "': " + why +
-                        "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
-                        "second) and a latency one way (us, ms, s)");
-}
-
-double parse_rate(std::string_view spec, std::string_view part) {
-  const auto rate = parse(part, kRates);
-  if (!rate) refuse(spec, "'" + std::string(part) + "' is no rate");
-  if (*rate >= kLeastRate && *rate <= kMostRate) return *rate;
-  refuse(spec, "the rate is not within 100kbit and 1000gbit");
-}
-
-double parse_latency(std::string_view spec, std::string_view part) {
-  const auto latency = parse(part, kTimes);
-  if (!latency) refuse(spec, "'" + std::string(part) + "' is no latency");
-  if (*latency >= 0 && *latency <= kMostLatency) return *latency;
-  refuse(spec, "the latency is not within 0us and 1s");
+  const std::string_view unit(end, text.data() + text.size());
+  const auto found = std::ranges::find(quantity.units, unit, [](auto& each) { return each.first; });
+  const std::string name(quantity.name);
+  if (error != std::errc() || found == quantity.units.end())
+    refuse("'" + std::string(text) + "' is no " + name);
+  number *= found->second;
+  if (!(number >= quantity.least && number <= quantity.most))
+    refuse("the " + name + " is not within " + std::string(quantity.range));
+  return number;
 }
 
 Duration duration(double seconds) {
@@ -66,8 +57,8 @@ Duration duration(double seconds) {
 
 EmulatedLink::EmulatedLink(std::string_view spec) {
   const std::size_t comma = spec.find(',');
-  bits_per_second_ = parse_rate(spec, spec.substr(0, comma));
-  if (comma != spec.npos) latency_ = duration(parse_latency(spec, spec.substr(comma + 1)));
+  bits_per_second_ = parse(spec, spec.substr(0, comma), kRate);
+  if (comma != spec.npos) latency_ = duration(parse(spec, spec.substr(comma + 1), kLatency));
 }
 
 // The packets of the copies leave in turns, so the last packet of each copy leaves at the end.

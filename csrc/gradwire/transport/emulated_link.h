@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "gradwire/base/deadline.h"
-#include "gradwire/transport/context.h"
+#include "gradwire/transport/kind.h"
 
 namespace gradwire::transport {
 

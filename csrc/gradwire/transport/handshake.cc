@@ -54,15 +54,12 @@ void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
 }  // namespace
 
 void send_hello(const Stream& to, const LinkId& link, const Options& options) {
-  const Hello mine(link, options);
-  send_all(to, std::as_bytes(std::span(&mine, 1)), link, Deadline::after(0));
+  send_value(to, Hello(link, options), link);
 }
 
 void receive_hello(const Stream& from, const LinkId& link, const Options& options,
                    const WaitLimit& wait_limit) {
-  Hello theirs;
-  receive_all(from, std::as_writable_bytes(std::span(&theirs, 1)), link, wait_limit);
-  check(link, Hello(link, options), theirs);
+  check(link, Hello(link, options), receive_value<Hello>(from, link, wait_limit));
 }
 
 }  // namespace gradwire::transport

@@ -1,17 +1,46 @@
-// A Kind of link. Each kind's file defines one, and transport.cc lists them.
+// A Kind of link, and what its links share within a process. Each kind's file defines one, and
+// transport.cc lists them.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "gradwire/base/link_cost.h"
-#include "gradwire/transport/context.h"
 
 namespace gradwire::transport {
 
 class Transport;
 struct Options;
+
+// The settings of a kind of link, by environment variable; unset variables are left out.
+using Settings = std::map<std::string, std::string, std::less<>>;
+
+// What the links of one kind share within a process, such as its open RDMA devices or the rate of
+// an emulated NIC. Only the kind that opened it knows what it holds. Any thread may use it.
+class Context {
+ public:
+  virtual ~Context() = default;
+
+  // Returns a line for each device, for people.
+  virtual std::vector<std::string> describe() const { return {}; }
+  // Returns the names of networks; two ranks with a name in common reach each other. `only`: there
+  // is no other transport to fall back to, so networks that may be the same count as the same.
+  virtual std::vector<std::string> networks(bool /*only*/) const { return {}; }
+};
+
+using Contexts = std::map<std::string, std::shared_ptr<Context>, std::less<>>;  // by transport
+
+// What open_transport() found on this machine.
+struct Opened {
+  std::shared_ptr<Context> context{};  // null where links of this kind share nothing
+  std::string why_not{};               // why no link of this kind can be made; empty where it can
+
+  bool usable() const { return why_not.empty(); }
+};
 
 // Which ranks a kind of link connects: threads of one process, processes of one host, ranks whose
 // contexts name a network in common, or all.

@@ -6,8 +6,8 @@ namespace gradwire::transport {
 
 QueuedTransport::QueuedTransport(std::string_view name, const Options& options)
     : StagedTransport(name, options),
-      cells_(static_cast<std::size_t>(options.messages)),
-      outboxes_(static_cast<std::size_t>(options.size), CellQueue(cells_.size())) {}
+      cells_(at(options.messages)),
+      outboxes_(at(options.size), CellQueue(cells_.size())) {}
 
 bool QueuedTransport::flush() {
   for (Rank peer = 0; peer < options().size; ++peer) {
@@ -19,7 +19,7 @@ bool QueuedTransport::flush() {
 }
 
 bool QueuedTransport::has_its_share(Rank peer) {
-  const auto share = static_cast<std::size_t>(options().messages_per_peer);
+  const auto share = at(options().messages_per_peer);
   if (outbox(peer).size() >= share) push_on(peer);
   return outbox(peer).size() >= share;
 }
@@ -34,6 +34,11 @@ int QueuedTransport::find_room(std::span<const Rank>, std::size_t) {
 int QueuedTransport::first_free_cell() const noexcept {
   const auto free = std::ranges::find(cells_, std::size_t{0}, &Cell::readers);
   return free == cells_.end() ? kNoCell : static_cast<int>(free - cells_.begin());
+}
+
+void QueuedTransport::drop_outbox(Rank peer, const std::string& reason) {
+  mark_gone(peer, reason);
+  while (!is_flushed(peer)) release_cell(outbox(peer).pop());
 }
 
 void QueuedTransport::queue(int cell, std::size_t bytes, std::span<const Rank> peers) {

@@ -2,6 +2,7 @@
 // them when a socket or a device takes them.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "gradwire/transport/staged.h"
@@ -16,9 +17,9 @@ class CellQueue {
   std::size_t size() const noexcept { return count_; }
   int front() const noexcept { return cells_[first_]; }
   void push(int cell) noexcept { cells_[(first_ + count_++) % cells_.size()] = cell; }
-  void pop() noexcept {
-    first_ = (first_ + 1) % cells_.size();
+  int pop() noexcept {
     --count_;
+    return cells_[std::exchange(first_, (first_ + 1) % cells_.size())];
   }
 
  private:
@@ -32,9 +33,7 @@ class QueuedTransport : public StagedTransport {
   QueuedTransport(std::string_view name, const Options& options);
 
   bool flush() final;
-  bool is_flushed(Rank peer) const final {
-    return outboxes_[static_cast<std::size_t>(peer)].empty();
-  }
+  bool is_flushed(Rank peer) const final { return outboxes_[at(peer)].empty(); }
 
  protected:
   struct Cell {
@@ -47,8 +46,11 @@ class QueuedTransport : public StagedTransport {
   // Does the same after a look at what has become of what was sent.
   virtual void push_on(Rank peer) = 0;
 
-  Cell& cell_at(int cell) noexcept { return cells_[static_cast<std::size_t>(cell)]; }
-  CellQueue& outbox(Rank peer) noexcept { return outboxes_[static_cast<std::size_t>(peer)]; }
+  Cell& cell_at(int cell) noexcept { return cells_[at(cell)]; }
+  CellQueue& outbox(Rank peer) noexcept { return outboxes_[at(peer)]; }
+  void release_cell(int cell) noexcept { --cell_at(cell).readers; }
+  // Marks a peer as gone and drops what is unsent.
+  void drop_outbox(Rank peer, const std::string& reason);
   // Queues a cell for the peers, and sends what there is room for.
   void queue(int cell, std::size_t bytes, std::span<const Rank> peers);
 

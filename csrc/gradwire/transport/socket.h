@@ -41,6 +41,19 @@ void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& w
 void send_all(const Stream& to, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit);
 void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitLimit& wait_limit);
 
+// The same for one value, as its bytes lie in memory. Sends at once: it must fit into the buffer of
+// a fresh socket.
+template <typename Value>
+void send_value(const Stream& to, const Value& value, const LinkId& link) {
+  send_all(to, std::as_bytes(std::span(&value, 1)), link, Deadline::after(0));
+}
+template <typename Value>
+Value receive_value(const Stream& from, const LinkId& link, const WaitLimit& wait_limit) {
+  Value value;
+  receive_all(from, std::as_writable_bytes(std::span(&value, 1)), link, wait_limit);
+  return value;
+}
+
 bool is_unix_socket(int socket);
 
 // Makes small messages leave at once (TCP_NODELAY); does nothing where the socket is not TCP.

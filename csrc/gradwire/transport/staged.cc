@@ -1,41 +1,75 @@
 #include "gradwire/transport/staged.h"
 
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+
 #include "gradwire/base/error.h"
 #include "gradwire/transport/handshake.h"
 
 namespace gradwire::transport {
 
-StagedTransport::StagedTransport(std::string_view name, const Options& options)
-    : name_(name), options_(options), peers_(static_cast<std::size_t>(options.size)) {
+StagedTransport::StagedTransport(std::string_view name, const Options& options, bool has_doorbell)
+    : name_(name),
+      options_(options),
+      epoll_(has_doorbell ? make_epoll() : UniqueFd()),
+      peers_(at(options.size)) {
   open_.peers.reserve(peers_.size());
 }
 
 void StagedTransport::offer(Connection connection, Rank peer) {
   if (peer < 0 || peer >= options_.size || peer == options_.rank)
     throw InvalidArgument(describe(link_id(peer), "there is no such peer"));
-  Peer& state = peers_[static_cast<std::size_t>(peer)];
-  if (state.linked || state.offered.valid())
+  Peer& state = peers_[at(peer)];
+  if (state.linked || state.connection.valid())
     throw InvalidArgument(describe(link_id(peer), "is made already"));
   try {
     send_hello(connection.stream(), link_id(peer), options_);
     introduce(connection.stream(), peer);
   } catch (const TransportError&) {  // it is gone; complete() reads what it sent last
   }
-  state.offered = std::move(connection);
+  state.connection = std::move(connection);
 }
 
 // Receives all hellos first: a live peer must not wait while this rank waits for another one.
-void StagedTransport::complete(const WaitLimit& wait_limit) {
-  std::vector<Connection> offered;  // all closed where one fails
-  for (Peer& peer : peers_) offered.push_back(std::move(peer.offered));
-  for (std::size_t i = 0; i < offered.size(); ++i)
-    if (offered[i].valid())
-      receive_hello(offered[i].stream(), link_id(static_cast<Rank>(i)), options_, wait_limit);
-  for (std::size_t i = 0; i < offered.size(); ++i) {
-    if (!offered[i].valid()) continue;
-    link(std::move(offered[i]), static_cast<Rank>(i), wait_limit);
-    peers_[i].linked = true;
-  }
+void StagedTransport::complete(const WaitLimit& wait_limit) try {
+  const auto each_offered = [this](const auto& body) {
+    for (Rank peer = 0; peer < options_.size; ++peer)
+      if (connection(peer).valid() && !peers_[at(peer)].linked) body(peer);
+  };
+  each_offered([&](Rank peer) {
+    receive_hello(connection(peer).stream(), link_id(peer), options_, wait_limit);
+  });
+  each_offered([&](Rank peer) {
+    connect(peer, wait_limit);
+    peers_[at(peer)].linked = true;
+  });
+} catch (...) {
+  for (Peer& peer : peers_)
+    if (!peer.linked) peer.connection = {};
+  throw;
+}
+
+void StagedTransport::disconnect(Rank peer) noexcept {
+  if (connection(peer).valid()) unwatch(epoll_.get(), connection(peer).socket.get());
+  connection(peer) = {};
+}
+
+void StagedTransport::answer_bells() {
+  if (!epoll_.valid()) return;
+  std::array<epoll_event, 64> events;
+  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  for (int i = 0; i < ready; ++i)
+    if (const Rank peer = events[at(i)].data.fd; peer != kNoPeer) answer_bell(peer);
+}
+
+void StagedTransport::answer_bell(Rank peer) {
+  std::array<char, 64> rings;
+  const ssize_t got =
+      ::recv(connection(peer).socket.get(), rings.data(), rings.size(), MSG_DONTWAIT);
+  if (got <= 0 && !(got < 0 && would_block(errno))) disconnected(peer);
 }
 
 std::vector<Rank> StagedTransport::peers() const {
@@ -46,18 +80,18 @@ std::vector<Rank> StagedTransport::peers() const {
 }
 
 StagedTransport::Peer& StagedTransport::linked(Rank peer) {
-  if (peer < 0 || peer >= options_.size || !peers_[static_cast<std::size_t>(peer)].linked)
+  if (peer < 0 || peer >= options_.size || !peers_[at(peer)].linked)
     throw InvalidArgument(describe(link_id(peer), "there is none"));
-  return peers_[static_cast<std::size_t>(peer)];
+  return peers_[at(peer)];
 }
 
 void StagedTransport::mark_gone(Rank peer, const std::string& reason) {
-  std::string& gone = peers_[static_cast<std::size_t>(peer)].gone;
+  std::string& gone = peers_[at(peer)].gone;
   if (gone.empty()) gone = reason;
 }
 
 void StagedTransport::throw_if_gone(Rank peer) const {
-  const std::string& gone = peers_[static_cast<std::size_t>(peer)].gone;
+  const std::string& gone = peers_[at(peer)].gone;
   if (!gone.empty()) throw_transport_error(link_id(peer), gone);
 }
 

@@ -1,6 +1,6 @@
-// StagedTransport: implements the contract of Transport once. It keeps the open reservation, the
-// front message of each peer, and who is gone. A kind of link implements the steps
-// below.
+// StagedTransport: implements the contract of Transport once. It keeps the peers' sockets and their
+// doorbell, the open reservation, the front message of each peer, and who is gone. A kind of link
+// implements the steps below.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ namespace gradwire::transport {
 class StagedTransport : public Transport {
  public:
   // `name` must outlive the transport (a literal).
-  StagedTransport(std::string_view name, const Options& options);
+  StagedTransport(std::string_view name, const Options& options, bool has_doorbell = true);
 
   std::string_view name() const noexcept final { return name_; }
   std::size_t max_message() const noexcept final { return options_.max_message; }
@@ -25,14 +25,15 @@ class StagedTransport : public Transport {
   void commit(std::size_t bytes) final;
   std::optional<ConstBytes> peek(Rank peer) final;
   void release(Rank peer) final;
+  int doorbell() const noexcept final { return epoll_.get(); }
 
  protected:
   static constexpr int kNoCell = -1;
 
-  // Sends what link() at the other end waits for. Does not block.
+  // Sends what connect() at the other end waits for. Does not block.
   virtual void introduce(const Stream& /*to*/, Rank /*peer*/) {}
-  // Makes the link over a socket whose other end agreed to the Options.
-  virtual void link(Connection connection, Rank peer, const WaitLimit& wait_limit) = 0;
+  // Makes the link over connection(peer), whose other end agreed to the Options.
+  virtual void connect(Rank peer, const WaitLimit& wait_limit) = 0;
   // Returns whether the peer has as many unread messages as it may have
   // (Options::messages_per_peer).
   virtual bool has_its_share(Rank peer) = 0;
@@ -47,19 +48,30 @@ class StagedTransport : public Transport {
   // throw for it.
   virtual std::optional<ConstBytes> arrived(Rank peer) = 0;
   virtual void consume(Rank peer) = 0;
+  // Is called by answer_bells() where a peer has closed its socket or died.
+  virtual void disconnected(Rank /*peer*/) {}
+
+  // Returns the peer's socket; closed once disconnect() was called.
+  Connection& connection(Rank peer) noexcept { return peers_[at(peer)].connection; }
+  // Lets a descriptor ring the doorbell. `peer` is the one whose socket it is, or kNoPeer.
+  void watch_descriptor(int descriptor, std::uint32_t events, Rank peer) {
+    watch(epoll_.get(), descriptor, events, peer);
+  }
+  void disconnect(Rank peer) noexcept;
+  // Reads what made watched sockets ring.
+  void answer_bells();
+  void answer_bell(Rank peer);
 
   const Options& options() const noexcept { return options_; }
   LinkId link_id(Rank peer) const noexcept { return {name_, options_.rank, peer}; }
   void mark_gone(Rank peer, const std::string& reason);
   void throw_if_gone(Rank peer) const;
   // Returns why a peer is gone; empty while it is there.
-  const std::string& why_gone(Rank peer) const noexcept {
-    return peers_[static_cast<std::size_t>(peer)].gone;
-  }
+  const std::string& why_gone(Rank peer) const noexcept { return peers_[at(peer)].gone; }
 
  private:
   struct Peer {
-    Connection offered;  // until it is linked
+    Connection connection;
     bool linked = false;
     std::string gone;  // why, when it is
     std::optional<ConstBytes> front;
@@ -73,6 +85,7 @@ class StagedTransport : public Transport {
 
   std::string_view name_;
   Options options_;
+  UniqueFd epoll_;  // the doorbell
   std::vector<Peer> peers_;
   Reservation open_;
 };

@@ -23,59 +23,48 @@ class TcpTransport final : public QueuedTransport {
  public:
   explicit TcpTransport(const Options& options);
 
-  int doorbell() const noexcept override { return epoll_.get(); }
   // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
   // from which nobody reads does not keep it ringing.
   void arm() override;
   void disarm() override {}
 
  private:
-  struct Link {
-    UniqueFd socket;
-    std::shared_ptr<crypto::Seal> seal;  // none: plain
+  struct TcpLink {
     AlignedBuffer sealed;  // the outbox's front frame, where others read its cell, too
     ConstBytes unsent;     // of the outbox's front frame; empty where none of it was sent
     Inbox inbox;
     bool ended = false;
   };
 
-  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
+  void connect(Rank peer, const WaitLimit& wait_limit) override;
   std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
-  void consume(Rank peer) override { at(peer).inbox.pop(); }
+  void consume(Rank peer) override { link_to(peer).inbox.pop(); }
 
-  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
-  std::byte* frame(int cell) noexcept { return frames_[static_cast<std::size_t>(cell)].data(); }
+  TcpLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
+  std::byte* frame(int cell) noexcept { return frames_[at(cell)].data(); }
   void push_out(Rank peer) override;
   void push_on(Rank peer) override { push_out(peer); }
   bool prepare_front(Rank peer);
   ConstBytes front_on_wire(Rank peer);
-  void finish_front(Rank peer);
   bool read_some(Rank peer);
-  void drop_outbox(Rank peer, const std::string& reason);
 
-  UniqueFd epoll_;
-  std::vector<Link> links_;
+  std::vector<TcpLink> links_;
   std::vector<AlignedBuffer> frames_;  // by cell
 };
 
 TcpTransport::TcpTransport(const Options& options)
-    : QueuedTransport("tcp", options),
-      epoll_(make_epoll()),
-      links_(static_cast<std::size_t>(options.size)) {
+    : QueuedTransport("tcp", options), links_(at(options.size)) {
   for (int i = 0; i < options.messages; ++i) frames_.push_back(frame_buffer(options.max_message));
 }
 
-void TcpTransport::link(Connection connection, Rank peer, const WaitLimit&) {
-  const int socket = connection.socket.get();
-  set_no_delay(socket);
-  Link& link = at(peer);
-  link.inbox = Inbox(max_message(), connection.seal.get());
-  if (connection.seal) link.sealed = frame_buffer(max_message());
-  watch(epoll_.get(), socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
-  link.socket = std::move(connection.socket);
-  link.seal = std::move(connection.seal);
+void TcpTransport::connect(Rank peer, const WaitLimit&) {
+  const Stream stream = connection(peer).stream();
+  set_no_delay(stream.socket);
+  link_to(peer).inbox = Inbox(max_message(), stream.seal);
+  if (stream.seal != nullptr) link_to(peer).sealed = frame_buffer(max_message());
+  watch_descriptor(stream.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
 }
 
 void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
@@ -87,23 +76,25 @@ void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers
 }
 
 void TcpTransport::push_out(Rank peer) {
-  Link& link = at(peer);
+  TcpLink& link = link_to(peer);
+  const Stream stream = connection(peer).stream();
   while (!is_flushed(peer)) {
     if (link.unsent.empty() && !prepare_front(peer)) return;
-    const ssize_t sent = ::send(link.socket.get(), link.unsent.data(), link.unsent.size(),
-                                MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent =
+        ::send(stream.socket, link.unsent.data(), link.unsent.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && would_block(errno)) return;
     if (sent < 0) return drop_outbox(peer, system_message("sending failed", errno));
     link.unsent = link.unsent.subspan(static_cast<std::size_t>(sent));
-    if (link.unsent.empty()) finish_front(peer);
+    if (link.unsent.empty()) release_cell(outbox(peer).pop());
   }
-  if (link.seal) link.seal->prepare_to_seal();  // the next one, while this one is on its way
+  if (stream.seal != nullptr)
+    stream.seal->prepare_to_seal();  // the next one, while this one is on its way
 }
 
 // Returns whether the front frame can be sent.
 bool TcpTransport::prepare_front(Rank peer) {
   try {
-    at(peer).unsent = front_on_wire(peer);
+    link_to(peer).unsent = front_on_wire(peer);
     return true;
   } catch (const Error& error) {  // of libcrypto
     drop_outbox(peer, error.what());
@@ -114,32 +105,19 @@ bool TcpTransport::prepare_front(Rank peer) {
 // Seals a frame as it is about to be sent, in place where nobody else will read the cell: it was
 // mostly staged just before, and is in this processor's cache.
 ConstBytes TcpTransport::front_on_wire(Rank peer) {
-  Link& link = at(peer);
+  crypto::Seal* const seal = connection(peer).seal.get();
   const int front = outbox(peer).front();
   const Cell& cell = cell_at(front);
   const ConstBytes plain(frame(front) + kFrameAt, cell.bytes);
-  if (!link.seal) return plain;
-  std::byte* out = (cell.readers == 1 ? frame(front) : link.sealed.data()) + kFrameAt;
+  if (seal == nullptr) return plain;
+  std::byte* out = (cell.readers == 1 ? frame(front) : link_to(peer).sealed.data()) + kFrameAt;
   if (out != plain.data()) std::memcpy(out, plain.data(), sizeof(Prefix));
-  link.seal->seal(plain.first(sizeof(Prefix)), plain.subspan(sizeof(Prefix)), out + sizeof(Prefix));
+  seal->seal(plain.first(sizeof(Prefix)), plain.subspan(sizeof(Prefix)), out + sizeof(Prefix));
   return {out, plain.size() + crypto::kTagBytes};
 }
 
-void TcpTransport::finish_front(Rank peer) {
-  --cell_at(outbox(peer).front()).readers;
-  outbox(peer).pop();
-  at(peer).unsent = {};
-}
-
-// Marks a peer as gone and drops what is unsent. What the peer sent before may still be here: only
-// arrived() ends the receiving side.
-void TcpTransport::drop_outbox(Rank peer, const std::string& reason) {
-  mark_gone(peer, reason);
-  while (!is_flushed(peer)) finish_front(peer);
-}
-
 std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
-  Inbox& inbox = at(peer).inbox;
+  Inbox& inbox = link_to(peer).inbox;
   do {
     if (const auto message = inbox.front(link_id(peer))) return message;
   } while (read_some(peer));
@@ -147,12 +125,14 @@ std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
 }
 
 bool TcpTransport::read_some(Rank peer) {
-  Link& link = at(peer);
+  TcpLink& link = link_to(peer);
+  const Stream stream = connection(peer).stream();
   if (link.ended) return false;
   const Bytes room = link.inbox.room();
-  const ssize_t got = ::recv(link.socket.get(), room.data(), room.size(), MSG_DONTWAIT);
+  const ssize_t got = ::recv(stream.socket, room.data(), room.size(), MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) {
-    if (link.seal) link.seal->prepare_to_open();  // what is to come, while nothing is here
+    if (stream.seal != nullptr)
+      stream.seal->prepare_to_open();  // what is to come, while nothing is here
     return false;
   }
   if (got <= 0) {
@@ -167,7 +147,7 @@ bool TcpTransport::read_some(Rank peer) {
 
 void TcpTransport::arm() {
   std::array<epoll_event, 64> edges;
-  while (::epoll_wait(epoll_.get(), edges.data(), edges.size(), 0) == edges.size()) continue;
+  while (::epoll_wait(doorbell(), edges.data(), edges.size(), 0) == edges.size()) continue;
 }
 
 }  // namespace

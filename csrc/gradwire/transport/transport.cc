@@ -1,6 +1,6 @@
 #include "gradwire/transport/transport.h"
 
-#include "gradwire/base/error.h"
+#include "gradwire/base/named.h"
 
 // A new kind of link joins this list, best first; its file defines `extern const Kind NAME_kind`.
 #define GRADWIRE_TRANSPORTS(each) each(inproc) each(shm) each(rdma) each(tcp) each(emulated)
@@ -39,12 +39,7 @@ void check(const Options& options) {
 std::span<const Kind* const> transport_kinds() { return kKinds; }
 
 const Kind& transport_kind(std::string_view name) {
-  std::string known;
-  for (const Kind* kind : kKinds) {
-    if (kind->name == name) return *kind;
-    known += (known.empty() ? "" : ", ") + std::string(kind->name);
-  }
-  throw InvalidArgument("unknown transport '" + std::string(name) + "'; use one of: " + known);
+  return *find_named("transport", kKinds, name, &Kind::name);
 }
 
 Opened open_transport(std::string_view name, const Settings& settings) {

@@ -22,7 +22,6 @@
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/transport/connection.h"
-#include "gradwire/transport/context.h"
 #include "gradwire/transport/kind.h"
 
 namespace gradwire::transport {

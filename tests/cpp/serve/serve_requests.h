@@ -66,7 +66,7 @@ class Direct {
       last = shard.pull_frame(client, pull, header, room, copy_cached);
       const bool add = pulls_differences(*codecs_[header.codec]);
       const ShardFrame frame = shard.layout().frames()[pull.next - 1];
-      decode_frame(*codecs_[header.codec], shard.layout(), frame,
+      decode_frame(codecs_, header.codec, shard.layout(), frame,
                    ConstBytes(room).first(header.length), add, has.data() + frame.first);
     }
     return has;

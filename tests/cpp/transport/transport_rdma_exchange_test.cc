@@ -53,12 +53,13 @@ Message ports_message(std::size_t count = 3) {
 }
 const RdmaEnd kEnd{.port = 2,
                    .peer_port = 15,
-                   .queue_pair = {0xabcdef, 0x123456, {}},
-                   .ring = 0x7fff00001000,
+                   .number = 0xabcdef,
+                   .first_packet = 0x123456,
+                   .slots = 8,
                    .key = 0xfeedbeef,
-                   .slots = 8};
+                   .ring = 0x7fff00001000};
 Message end_message(const RdmaEnd& end = kEnd) {
-  return said_by([&](int socket) { send_end(socket, kLink, end); });
+  return said_by([&](int socket) { send_value(socket, end, kLink); });
 }
 
 void say(int socket, const Message& message) {
@@ -106,8 +107,8 @@ TEST(RdmaExchange, AnEndArrivesAsItWasSent) {
   const RdmaEnd heard = heard_of(end_message(), receive_end);
   EXPECT_EQ(heard.port, kEnd.port);
   EXPECT_EQ(heard.peer_port, kEnd.peer_port);
-  EXPECT_EQ(heard.queue_pair.number, kEnd.queue_pair.number);
-  EXPECT_EQ(heard.queue_pair.first_packet, kEnd.queue_pair.first_packet);
+  EXPECT_EQ(heard.number, kEnd.number);
+  EXPECT_EQ(heard.first_packet, kEnd.first_packet);
   EXPECT_EQ(heard.ring, kEnd.ring);
   EXPECT_EQ(heard.key, kEnd.key);
   EXPECT_EQ(heard.slots, kEnd.slots);
@@ -120,7 +121,7 @@ struct Sealed {
     crypto::Seal sender(crypto::Cipher::kAes128Gcm, one, other);
     const std::array ports{some_port(0), some_port(1)};
     send_ports({ends.first.get(), &sender}, kLink, ports);
-    send_end({ends.first.get(), &sender}, kLink, kEnd);
+    send_value({ends.first.get(), &sender}, kEnd, kLink);
     wire = said_by([&](int socket) {
       Message bytes(8192);
       bytes.resize(static_cast<std::size_t>(
@@ -310,13 +311,12 @@ TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
     receive_hello(ends.second.get(), back, of_rank(kPeer, mine), wait_limit);
     send_ports(ends.second.get(), back, rdma->ports());
     receive_ports(ends.second.get(), back, wait_limit);
-    RdmaEnd far = receive_end(ends.second.get(), back, wait_limit);
-    far.queue_pair.address = port.address;
+    const RdmaEnd far = receive_end(ends.second.get(), back, wait_limit);
     RdmaEnd own = kEnd;
     own.port = own.peer_port = 0;
-    own.queue_pair.number = stopped.number();
-    send_end(ends.second.get(), back, own);
-    stopped.connect(far.queue_pair, own.queue_pair.first_packet);
+    own.number = stopped.number();
+    send_value(ends.second.get(), own, back);
+    stopped.connect(far.number, far.first_packet, port.address, own.first_packet);
     say(ends.second.get(), {std::byte{'R'}});
   });
 }

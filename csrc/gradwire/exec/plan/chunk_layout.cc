@@ -2,16 +2,9 @@
 
 #include <algorithm>
 
+#include "gradwire/base/partition.h"
+
 namespace gradwire::exec {
-namespace {
-
-// Returns where part `part` of `parts` even parts of [0, total) begins. The products do not
-// overflow for any real buffer.
-std::size_t even_cut(std::size_t total, std::size_t part, std::size_t parts) {
-  return total / parts * part + total % parts * part / parts;
-}
-
-}  // namespace
 
 ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks,
                          std::size_t alignment, bool chunks_are_arrays)
@@ -21,7 +14,7 @@ ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks,
   const std::size_t arrays = counts.size() / at(chunks);  // of a chunk
   const auto begin = [&](std::size_t chunk) {
     return chunks_are_arrays ? first_steps_[chunk * arrays]
-                             : even_cut(first_steps_.back(), chunk, at(chunks));
+                             : even_part(first_steps_.back(), chunk, at(chunks));
   };
   for (std::size_t c = 0; c < at(chunks); ++c)
     places_.push_back({begin(c), begin(c + 1) - begin(c)});
@@ -29,18 +22,13 @@ ChunkLayout::ChunkLayout(const std::vector<std::uint64_t>& counts, int chunks,
 
 void ChunkLayout::append(int chunk, int part, int parts, std::vector<Span>& out) const {
   const Place& place = places_[at(chunk)];
-  std::size_t first = place.first + even_cut(place.steps, at(part), at(parts));
-  const std::size_t last = place.first + even_cut(place.steps, at(part) + 1, at(parts));
-  if (first == last) return;
-  const auto next = std::ranges::upper_bound(first_steps_, first);
-  for (auto a = static_cast<std::size_t>(next - first_steps_.begin()) - 1; first < last; ++a) {
-    const std::size_t end = std::min(last, first_steps_[a + 1]);
-    if (end == first) continue;  // an empty array
-    const std::size_t from = (first - first_steps_[a]) * alignment_;
-    const std::size_t to = std::min<std::size_t>((end - first_steps_[a]) * alignment_, counts_[a]);
+  const std::size_t first = place.first + even_part(place.steps, at(part), at(parts));
+  const std::size_t last = place.first + even_part(place.steps, at(part) + 1, at(parts));
+  for_each_span(first_steps_, first, last, [&](std::size_t a, std::size_t begin, std::size_t end) {
+    const std::size_t from = begin * alignment_;
+    const std::size_t to = std::min<std::size_t>(end * alignment_, counts_[a]);
     out.push_back({static_cast<std::uint32_t>(a), from, to - from});
-    first = end;
-  }
+  });
 }
 
 }  // namespace gradwire::exec

@@ -12,7 +12,6 @@ namespace {
 
 // Bytes of values that may stay in a cache; more would push each other out of it.
 constexpr std::uint64_t kCached = 16 << 20;
-constexpr double kTurnSeconds = 0.05;  // between two looks at an interrupt
 
 bool alike(const PushOptions& a, const PushOptions& b) {
   // A rate of 0 is the rule's own, and one of -0 is zero.
@@ -58,17 +57,25 @@ void Client::start() {
   thread_ = std::thread([this] { run(); });
 }
 
+// Waits, for a while at most, until more pushes have ended than were `seen`.
+void Client::await_acknowledgement(std::uint64_t seen, const WaitLimit& limit) {
+  limit.check_interrupt();
+  std::unique_lock lock(mutex_);
+  acknowledged_.wait_for(lock, std::chrono::milliseconds(limit.turn_milliseconds()),
+                         [&] { return acknowledgements_ != seen; });
+}
+
 // Without a thread there is nobody to wait for.
 void Client::await_pushes(const WaitLimit& limit) {
   while (thread_.joinable() && !limit.passed()) {
+    std::uint64_t seen = 0;
     {
       const std::lock_guard merging(merge_mutex_);
       const std::lock_guard lock(mutex_);
       if (failure_ || (unacknowledged_ == 0 && !merged_.call)) return;
+      seen = acknowledgements_;
     }
-    limit.check_interrupt();
-    std::unique_lock lock(mutex_);
-    acknowledged_.wait_for(lock, std::chrono::duration<double>(kTurnSeconds));
+    await_acknowledgement(seen, limit);
   }
 }
 
@@ -83,17 +90,17 @@ void Client::close(const WaitLimit& limit) {
   say_goodbye(limit);
 }
 
-void Client::check(std::size_t arrays,
-                   const std::function<std::size_t(std::size_t)>& size_of) const {
-  if (arrays != table_.parameters.size())
+template <typename Arrays>
+void Client::check_sizes(const Arrays& arrays) const {
+  if (arrays.size() != table_.parameters.size())
     throw InvalidArgument("there are " + std::to_string(table_.parameters.size()) +
-                          " parameters, and " + std::to_string(arrays) + " arrays");
-  for (std::size_t i = 0; i < arrays; ++i) {
+                          " parameters, and " + std::to_string(arrays.size()) + " arrays");
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
     const Parameter& parameter = table_.parameters[i];
-    if (size_of(i) != parameter.elements() * table_.words())
+    if (arrays[i].size() != parameter.elements() * table_.words())
       throw InvalidArgument("parameter '" + parameter.name + "' has " +
                             std::to_string(parameter.elements()) + " elements, its array has " +
-                            std::to_string(size_of(i) / table_.words()));
+                            std::to_string(arrays[i].size() / table_.words()));
   }
 }
 
@@ -146,7 +153,7 @@ std::vector<std::vector<Result>> Call::results() const {
 }
 
 std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
-  check(values.size(), [&](std::size_t i) { return values[i].size(); });
+  check_sizes(values);
   auto call = make_call(Op::kSet, deadline);
   std::vector<std::uint8_t> plain(values.size());
   call->outgoing_ =
@@ -155,7 +162,7 @@ std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
 }
 
 std::shared_ptr<Call> Client::pull(Values values, const std::string& codec, Deadline deadline) {
-  check(values.size(), [&](std::size_t i) { return values[i].size(); });
+  check_sizes(values);
   auto call = make_call(Op::kPull, deadline);
   call->codec_ = table_.index_of(codec);
   call->values_ = std::move(values);
@@ -184,7 +191,7 @@ void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& op
 
 std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions& options,
                                    const WaitLimit& limit, Deadline deadline) {
-  check(gradients.size(), [&](std::size_t i) { return gradients[i].size(); });
+  check_sizes(gradients);
   if (!std::isfinite(options.rate)) throw InvalidArgument("push: the rate is not finite");
   if (!options.codecs.empty() && options.codecs.size() != gradients.size())
     throw InvalidArgument("there are " + std::to_string(gradients.size()) + " parameters, and " +
@@ -196,10 +203,12 @@ std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions
   prepare_push(*call, gradients, options);
   const bool waits = options.strict || table_.staged();
   while (true) {
+    std::uint64_t seen = 0;
     {
       const std::lock_guard merging(merge_mutex_);
       {
         const std::lock_guard lock(mutex_);
+        seen = acknowledgements_;
         if (failure_) std::rethrow_exception(failure_);
         if (!merged_.call && unacknowledged_ < kMostUnacknowledged) {
           ++unacknowledged_;
@@ -210,10 +219,8 @@ std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions
       }
       if (!waits && merge(gradients, options, deadline, call)) break;
     }
-    limit.check_interrupt();
     if (limit.passed()) throw Timeout("timed out: no push was acknowledged", kNoPeer);
-    std::unique_lock lock(mutex_);
-    acknowledged_.wait_for(lock, std::chrono::duration<double>(kTurnSeconds));
+    await_acknowledgement(seen, limit);
   }
   poller_.wake();
   return call;

@@ -147,7 +147,8 @@ class Client {
 
   std::shared_ptr<Call> make_call(Op op, Deadline deadline) const;
   std::shared_ptr<Call> submit(std::shared_ptr<Call> call);
-  void check(std::size_t arrays, const std::function<std::size_t(std::size_t)>& size_of) const;
+  template <typename Arrays>
+  void check_sizes(const Arrays& arrays) const;
   void prepare_push(Call& call, Gradients gradients, const PushOptions& options) const;
   bool merge(const Gradients& gradients, const PushOptions& options, Deadline deadline,
              std::shared_ptr<Call>& call);
@@ -178,6 +179,7 @@ class Client {
   void finish(const std::shared_ptr<Call>& call, const std::exception_ptr& error);
   void cut_short(const std::shared_ptr<Call>& call, const std::exception_ptr& error);
   void await_pushes(const WaitLimit& limit);
+  void await_acknowledgement(std::uint64_t seen, const WaitLimit& limit);
   bool may_expire(const std::shared_ptr<Call>& call) const;
   void expire();
   void look_for_ends();
@@ -203,6 +205,7 @@ class Client {
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable acknowledged_;
+  std::uint64_t acknowledgements_ = 0;  // pushes that ended
   std::vector<std::shared_ptr<Call>> submitted_;
   std::vector<std::uint64_t> versions_;
   std::size_t unacknowledged_ = 0;  // pushes

@@ -142,8 +142,7 @@ void Client::join(Link& link, const std::shared_ptr<Call>& call) {
   header.first = static_cast<std::uint64_t>(call->role_);
   for (std::size_t at = 0; at < text.size(); at += kMostPayload) {
     const std::string_view part = std::string_view(text).substr(at, kMostPayload);
-    header.flags = static_cast<std::uint8_t>((at == 0 ? kFirst : 0) |
-                                             (at + part.size() == text.size() ? kLast : 0));
+    header.flags = flags_of(at / kMostPayload, (text.size() + kMostPayload - 1) / kMostPayload);
     link.channel->post(header, std::as_bytes(std::span(part)));
   }
   link.waiting[call->sequence_] = call;
@@ -174,10 +173,9 @@ bool Client::send_frame(Link& link) {
   const ShardFrame& frame = frames[link.next];
   const bool last = link.next + 1 == frames.size();
   MessageHeader header = header_of(*call);
-  header.flags = static_cast<std::uint8_t>((link.next == 0 ? kFirst : 0) | (last ? kLast : 0));
+  header.flags = 0;
+  link.layout.describe(link.next, header);
   header.codec = call->outgoing_->codec_of(link.layout, frame);
-  header.first = frame.first;
-  header.count = static_cast<std::uint32_t>(frame.count);
   header.version = call->versions_[index_of(link)];
   header.extra = std::bit_cast<std::uint32_t>(call->rate_);
   const std::size_t named = link.next == 0 ? call->payload_.size() : 0;
@@ -324,16 +322,14 @@ void Client::take_values(Link& link, const Message& message) {
     throw InvalidArgument("values came that were not pulled");
   const std::shared_ptr<Call> call = link.pulls.front();
   const ShardFrame& frame = frames[link.pulled];
-  const bool last = link.pulled + 1 == frames.size();
   const bool dense = header.codec == 0 && pulls_differences(*codecs_[call->codec_]);
-  if (header.first != frame.first || header.count != frame.count || header.has(kLast) != last ||
-      (header.codec != call->codec_ && !dense))
+  if (!link.layout.is_described(link.pulled, header) || (header.codec != call->codec_ && !dense))
     throw InvalidArgument("values came that are not the next ones of a pull");
   install(link, frame, message, *call, dense);
   if (link.pulled == 0) link.pulled_version = header.version;
   link.pulled_version = std::min(link.pulled_version, header.version);
   ++link.pulled;
-  if (!last) return;
+  if (!header.has(kLast)) return;
   link.pulled = 0;
   link.pulls.pop_front();
   if (call->over_) return;
@@ -364,7 +360,8 @@ void Client::install(Link& link, const ShardFrame& frame, const Message& message
   if (differences) {
     link.mirror.resize(link.layout.elements());
     mirror = link.mirror.data() + frame.first;
-    decode_frame(codec, link.layout, frame, message.payload, /*add=*/!dense, mirror);
+    decode_frame(codecs_, message.header.codec, link.layout, frame, message.payload,
+                 /*add=*/!dense, mirror);
   }
   if (call.over_) return;
   ConstBytes rest = message.payload;

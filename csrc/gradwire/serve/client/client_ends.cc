@@ -14,6 +14,7 @@ void Client::finish(const std::shared_ptr<Call>& call, const std::exception_ptr&
   if (call->op_ == Op::kPush) {
     const std::lock_guard lock(mutex_);
     --unacknowledged_;
+    ++acknowledgements_;
     acknowledged_.notify_all();
   }
   call->sent_ = {};

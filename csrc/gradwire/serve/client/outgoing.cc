@@ -86,7 +86,8 @@ void Outgoing::close() {
 
 void Outgoing::give_back(const Layout& layout, const ShardFrame& frame, ConstBytes payload) {
   std::vector<float> values(frame.count);
-  decode_frame(codecs_, codec_of(layout, frame), layout, frame, payload, values.data());
+  decode_frame(codecs_, codec_of(layout, frame), layout, frame, payload, /*add=*/false,
+               values.data());
   returned_.resize(gradients_.size());
   for (const Piece& piece : layout.pieces(frame)) {
     std::vector<float>& whole = returned_[piece.parameter];

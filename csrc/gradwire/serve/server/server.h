@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "gradwire/base/log.h"
@@ -133,8 +134,8 @@ class Server {
   void replace(const Peer& newer);
   static void dismiss(Channel& channel, std::string_view why);
   std::string statistics_text();
-  void call(const std::function<void()>& body, const WaitLimit& limit);
-  static void await(std::future<void>& done, const WaitLimit& limit);
+  template <typename Body>
+  std::invoke_result_t<Body> on_thread(Body body, const WaitLimit& limit);
   bool copy_block();
   void run();
   Shard& shard();

@@ -82,57 +82,62 @@ void Server::run_each(const std::vector<std::function<void()>>& calls) {
   for (const auto& each : calls) {
     try {
       each();
-    } catch (const std::exception& error) {  // call() has its own way to tell of errors
+    } catch (const std::exception& error) {  // on_thread() has its own way to tell of errors
       say(error.what());
     }
   }
 }
 
-// Runs `body` on the server's thread, and waits for it; without a thread, or after its end, here.
-// It may run after a Timeout, so it owns what it needs.
-void Server::call(const std::function<void()>& body, const WaitLimit& limit) {
-  const auto task = std::make_shared<std::packaged_task<void()>>(body);
-  std::future<void> done = task->get_future();
+namespace {
+
+template <typename Result>
+Result await(std::future<Result>& done, const WaitLimit& limit) {
+  while (done.wait_for(std::chrono::milliseconds(limit.turn_milliseconds())) !=
+         std::future_status::ready) {
+    limit.check_interrupt();
+    if (limit.passed()) throw Timeout("timed out: the server's thread does not answer", kNoPeer);
+  }
+  return done.get();
+}
+
+}  // namespace
+
+// Returns what `body` does on the server's thread; without a thread, or after its end, here. It may
+// run after a Timeout, so it owns what it needs.
+template <typename Body>
+std::invoke_result_t<Body> Server::on_thread(Body body, const WaitLimit& limit) {
+  const auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Body>()>>(body);
+  auto done = task->get_future();
   {
     const std::lock_guard lock(mutex_);
     if (!running_) return body();
     calls_.push_back([task] { (*task)(); });
   }
   poller_.wake();
-  await(done, limit);
-}
-
-void Server::await(std::future<void>& done, const WaitLimit& limit) {
-  while (done.wait_for(std::chrono::milliseconds(limit.turn_milliseconds())) !=
-         std::future_status::ready) {
-    limit.check_interrupt();
-    if (limit.passed()) throw Timeout("timed out: the server's thread does not answer", kNoPeer);
-  }
-  done.get();
+  return await(done, limit);
 }
 
 Snapshot Server::snapshot(const WaitLimit& limit) {
-  const auto copy = std::make_shared<Snapshot>();
   const auto vectors = std::make_shared<Vectors::Map>();
-  call(
-      [this, copy, vectors] {
+  const auto copy = on_thread(
+      [this, vectors] {
         if (!shard_ || !shard_->has_values())
           throw InvalidArgument("there are no values to write yet");
-        *copy = shard_->outline();
         if (shard_->vectors() != nullptr) *vectors = shard_->vectors()->all();
+        return std::make_shared<Snapshot>(shard_->outline());
       },
       limit);
   if (!vectors->empty()) {
     for (const auto& [name, values] : *vectors) copy->slots.push_back({name, *values});
     // There, since that thread uses the memory of vectors again that it alone has.
-    call([vectors] { vectors->clear(); }, limit);
+    on_thread([vectors] { vectors->clear(); }, limit);
     return std::move(*copy);
   }
   // Here, since the system takes long to find so much memory. A shard's size does not change.
   for (Snapshot::Slot& each : copy->slots) each.values.resize(shard_->layout().elements());
   const auto copied = std::make_shared<std::promise<void>>();
   std::future<void> done = copied->get_future();
-  call(
+  on_thread(
       [this, copy, copied] {
         shard_->begin_snapshot(copy, [copied] { copied->set_value(); });
         while (!running_ && copy_block()) continue;
@@ -143,16 +148,12 @@ Snapshot Server::snapshot(const WaitLimit& limit) {
 }
 
 std::string Server::statistics(const WaitLimit& limit) {
-  const auto text = std::make_shared<std::string>();
-  call([this, text] { *text = statistics_text(); }, limit);
-  return *text;
+  return on_thread([this] { return statistics_text(); }, limit);
 }
 
 Server::Census Server::census(const WaitLimit& limit) {
-  const auto census = std::make_shared<Census>();
-  call([this, census] { *census = {peers_.size(), admitted_, shard_ && shard_->has_values()}; },
-       limit);
-  return *census;
+  return on_thread(
+      [this] { return Census{peers_.size(), admitted_, shard_ && shard_->has_values()}; }, limit);
 }
 
 }  // namespace gradwire::serve

@@ -17,10 +17,6 @@ namespace {
 
 float* at(Snapshot::Slot& slot, std::size_t first) { return slot.values.data() + first; }
 
-void subtract(const float* x, const float* y, float* difference, std::size_t n) {
-  for (std::size_t i = 0; i < n; ++i) difference[i] = x[i] - y[i];
-}
-
 }  // namespace
 
 bool pulls_differences(const codec::Codec& codec) {
@@ -80,20 +76,14 @@ Shard::Shard(Snapshot snapshot, std::uint64_t memory)
 const ShardFrame& Shard::take_frame(Request& request, const Message& message) const {
   const MessageHeader& header = message.header;
   if (header.has(kFirst)) request.next = 0;
-  const std::size_t frames = layout_.frames().size();
   const bool begun = request.next > 0 ? request.sequence == header.sequence : header.has(kFirst);
   const bool mixed = header.op == Op::kPush && header.codec == kMixedCodecs;
-  if (!begun || request.next >= frames || (header.codec >= codecs_.size() && !mixed) ||
-      header.has(kLast) != (request.next + 1 == frames))
-    throw InvalidArgument(std::string(name_of(header.op)) + ": a frame is out of order");
-  const ShardFrame& frame = layout_.frames()[request.next];
-  if (header.first != frame.first || header.count != frame.count)
-    throw InvalidArgument(std::string(name_of(header.op)) + ": a frame has other elements than " +
-                          std::to_string(frame.first) + " to " +
-                          std::to_string(frame.first + frame.count));
+  if (!begun || (header.codec >= codecs_.size() && !mixed) ||
+      !layout_.is_described(request.next, header))
+    throw InvalidArgument(std::string(name_of(header.op)) +
+                          ": a frame is out of order, or has other elements than the next one");
   request.sequence = header.sequence;
-  ++request.next;
-  return frame;
+  return layout_.frames()[request.next++];
 }
 
 std::optional<Answer> Shard::set(ClientId client, const Message& message) {
@@ -103,7 +93,7 @@ std::optional<Answer> Shard::set(ClientId client, const Message& message) {
   if (has_values()) {
     set.answer = {Refusal::kHasValues, "there are values already"};
   } else if (set.answer.refused != Refusal::kInvalid && make_room(set)) {
-    const bool finite = decode_frame(*codecs_[0], layout_, frame, message.payload, /*add=*/false,
+    const bool finite = decode_frame(codecs_, 0, layout_, frame, message.payload, /*add=*/false,
                                      set.staged.data() + frame.first * layout_.words());
     if (!finite) set.answer = {Refusal::kNotFinite, "the initial values hold NaN or Inf"};
   }
@@ -167,13 +157,14 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
   bool finite = false;
   if (!whole) {
     if (!make_room(push)) return;
-    finite = decode_frame(codecs_, codec, layout_, frame, message.payload,
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload, /*add=*/false,
                           push.staged.data() + frame.first);
   } else if (codec == 0 && message.payload.size() == frame.count * sizeof(float)) {
     gradient = reinterpret_cast<const float*>(message.payload.data());
     finite = codec::kernels().finite(gradient, frame.count);
   } else {
-    finite = decode_frame(codecs_, codec, layout_, frame, message.payload, scratch_.data());
+    finite = decode_frame(codecs_, codec, layout_, frame, message.payload, /*add=*/false,
+                          scratch_.data());
   }
   if (!finite)
     refuse_not_finite(push, "it holds NaN or Inf");
@@ -329,18 +320,17 @@ bool Shard::pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes
   const bool last = pull.next + 1 == layout_.frames().size();
   const float* w = (pull.frozen ? *pull.frozen : values()).data() + frame.first * layout_.words();
   header.op = Op::kPull;
-  header.flags =
-      static_cast<std::uint8_t>(kReply | (pull.next == 0 ? kFirst : 0) | (last ? kLast : 0));
+  header.flags = kReply;
+  layout_.describe(pull.next, header);
   header.codec = pull.dense ? 0 : pull.codec;
   header.client = client;
   header.sequence = pull.sequence;
-  header.first = frame.first;
-  header.count = static_cast<std::uint32_t>(frame.count);
   header.version = pull.frozen ? pull.version : version_;
   const codec::Codec& codec = *codecs_[header.codec];
   std::size_t bytes = 0;
   if (pulls_differences(codec)) {
-    bytes = encode_difference(codec, frame, w, clients_[client].shadow.data() + frame.first, out);
+    bytes = encode_difference(header.codec, frame, w, clients_[client].shadow.data() + frame.first,
+                              out);
   } else {
     bytes = encode(codec, frame, w, out, copy);
     if (pull.dense) std::copy_n(w, frame.count, clients_[client].shadow.data() + frame.first);
@@ -364,11 +354,11 @@ std::size_t Shard::encode(const codec::Codec& codec, const ShardFrame& frame, co
 }
 
 // The shadow takes what the client will decode, so what the codec loses is in the next difference.
-std::size_t Shard::encode_difference(const codec::Codec& codec, const ShardFrame& frame,
-                                     const float* w, float* shadow, Bytes out) {
-  subtract(w, shadow, scratch_.data(), frame.count);
-  const std::size_t bytes = encode(codec, frame, scratch_.data(), out, copy_cached);
-  decode_frame(codec, layout_, frame, ConstBytes(out).first(bytes), /*add=*/true, shadow);
+std::size_t Shard::encode_difference(std::uint16_t codec, const ShardFrame& frame, const float* w,
+                                     float* shadow, Bytes out) {
+  for (std::size_t i = 0; i < frame.count; ++i) scratch_[i] = w[i] - shadow[i];
+  const std::size_t bytes = encode(*codecs_[codec], frame, scratch_.data(), out, copy_cached);
+  decode_frame(codecs_, codec, layout_, frame, ConstBytes(out).first(bytes), /*add=*/true, shadow);
   return bytes;
 }
 

@@ -152,7 +152,7 @@ class Shard {
   std::uint64_t staleness(const Request& push) const noexcept;
   std::size_t encode(const codec::Codec& codec, const ShardFrame& frame, const float* x, Bytes out,
                      Copy copy) const;
-  std::size_t encode_difference(const codec::Codec& codec, const ShardFrame& frame, const float* w,
+  std::size_t encode_difference(std::uint16_t codec, const ShardFrame& frame, const float* w,
                                 float* shadow, Bytes out);
   SharedWords frozen();
 

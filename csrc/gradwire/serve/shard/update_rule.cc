@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "gradwire/base/error.h"
+#include "gradwire/base/named.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"
 
@@ -128,15 +128,9 @@ constexpr NamedRule kRules[] = {{"sgd", make<Sgd>},
 std::shared_ptr<const UpdateRule> make_rule(std::string_view spec) {
   const std::string_view name = spec.substr(0, spec.find(':'));
   const std::string_view rest = spec.substr(std::min(spec.size(), name.size() + 1));
-  std::string known;
-  for (const NamedRule& rule : kRules) {
-    if (rule.name == name) {
-      codec::Parameters parameters(name, rest, "rule");
-      return rule.make(parameters);
-    }
-    known += (known.empty() ? "" : ", ") + std::string(rule.name);
-  }
-  throw InvalidArgument("unknown rule '" + std::string(name) + "'; use one of: " + known);
+  const NamedRule& rule = find_named("rule", kRules, name, &NamedRule::name);
+  codec::Parameters parameters(name, rest, "rule");
+  return rule.make(parameters);
 }
 
 }  // namespace gradwire::serve

@@ -28,7 +28,7 @@ std::optional<Answer> Shard::stage(Request& push, const Message& message) {
     begin_staging(push);
   }
   if (push.arrival)
-    decode_frame(codecs_, message.header.codec, layout_, frame, payload,
+    decode_frame(codecs_, message.header.codec, layout_, frame, payload, /*add=*/false,
                  push.staged.data() + frame.first * layout_.words());
   if (!message.header.has(kLast)) return std::nullopt;
   push.next = 0;

@@ -14,11 +14,6 @@ namespace {
 
 constexpr std::size_t kMostSpare = 2;
 
-VectorLimits with_memory(VectorLimits limits) {
-  if (limits.bytes == 0) limits.bytes = usable_memory() / 2;
-  return limits;
-}
-
 std::string text_of(std::uint64_t batch, PushName push) {
   return "push " + std::to_string(push.sequence) + " of replica " + std::to_string(push.replica) +
          " to batch " + std::to_string(batch);
@@ -237,7 +232,7 @@ void Vectors::Draft::commit() {
 }
 
 Vectors::Vectors(std::size_t elements, std::size_t words, std::size_t block, VectorLimits limits)
-    : elements_(elements), words_(words), block_(block), limits_(with_memory(limits)) {}
+    : elements_(elements), words_(words), block_(block), limits_(limits) {}
 
 SharedWords Vectors::find(std::string_view name) const {
   const auto found = vectors_.find(std::string(name));

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -27,8 +28,8 @@ using SharedWords = std::shared_ptr<const Words>;
 
 struct VectorLimits {
   std::size_t vectors = 256;
-  std::size_t pushes = 65'536;  // staged or arriving at a time
-  std::uint64_t bytes = 0;      // of all of them together; 0: half of usable_memory()
+  std::size_t pushes = 65'536;                                      // staged or arriving at a time
+  std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();  // of all of them together
 };
 
 // Numbers of batches that are over. Of the smallest ones only the largest is remembered, and all

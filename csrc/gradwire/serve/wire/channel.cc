@@ -51,16 +51,16 @@ std::unique_ptr<Channel> Channel::make(End end, std::string_view transport,
   return std::make_unique<Channel>(std::move(made), std::move(peer));
 }
 
-// Returns what `call` returns, or nothing where it finds the peer gone.
-template <typename Call>
-auto Channel::guarded(Call call) -> decltype(call()) {
-  if (ended_) return {};
+// Returns what `body` returns, or a value of that type made of nothing where the channel has ended
+// or does so here.
+template <typename Body>
+std::invoke_result_t<Body> Channel::guarded(Body body) {
   try {
-    return call();
+    if (!ended_) return body();
   } catch (const TransportError& error) {
     end(without_ranks(error.what(), rank_));
   }
-  return {};
+  return std::invoke_result_t<Body>();
 }
 
 void Channel::post(MessageHeader header, ConstBytes payload) {
@@ -104,10 +104,7 @@ Bytes Channel::room(int most) {
 void Channel::send(const MessageHeader& header) {
   std::memcpy(open_.data(), &header, sizeof header);
   open_ = {};
-  guarded([&] {
-    transport_->commit(sizeof header + header.length);
-    return true;
-  });
+  guarded([&] { transport_->commit(sizeof header + header.length); });
 }
 
 std::optional<Message> Channel::next() {
@@ -124,10 +121,7 @@ std::optional<Message> Channel::next() {
 }
 
 void Channel::release() {
-  guarded([&] {
-    transport_->release(rank_);
-    return true;
-  });
+  guarded([this] { transport_->release(rank_); });
 }
 
 void Channel::end(std::string why) {
@@ -140,21 +134,15 @@ void Channel::end(std::string why) {
 
 bool Channel::flush() {
   if (ended_) return true;
-  return guarded([&] { return transport_->flush(); });
+  return guarded([this] { return transport_->flush(); });
 }
 
 void Channel::arm() {
-  guarded([&] {
-    transport_->arm();
-    return true;
-  });
+  guarded([this] { transport_->arm(); });
 }
 
 void Channel::disarm() {
-  guarded([&] {
-    transport_->disarm();
-    return true;
-  });
+  guarded([this] { transport_->disarm(); });
 }
 
 }  // namespace gradwire::serve

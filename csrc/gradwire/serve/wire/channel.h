@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "gradwire/base/copy.h"
@@ -75,8 +76,8 @@ class Channel {
   void disarm();
 
  private:
-  template <typename Call>
-  auto guarded(Call call) -> decltype(call());
+  template <typename Body>
+  std::invoke_result_t<Body> guarded(Body body);
 
   std::unique_ptr<transport::Transport> transport_;
   std::string peer_;

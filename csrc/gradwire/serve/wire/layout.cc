@@ -5,17 +5,13 @@
 #include <cstring>
 
 #include "gradwire/base/error.h"
+#include "gradwire/base/partition.h"
 #include "gradwire/serve/vectors/block_sums.h"
 #include "gradwire/serve/vectors/commands.h"
 #include "gradwire/serve/wire/message.h"
 
 namespace gradwire::serve {
 namespace {
-
-// Where part `part` of `parts` begins, if they are as equal as can be.
-std::uint64_t part_of(std::uint64_t whole, std::uint64_t part, std::uint64_t parts) {
-  return whole / parts * part + std::min(part, whole % parts);
-}
 
 // Where shard `shard` begins: at a whole cache line of elements, unless shards are small; at a
 // block where they hold vectors.
@@ -25,9 +21,9 @@ std::uint64_t begin_of(const Table& table, std::uint32_t shard) {
   if (shard == table.shards) return elements;
   if (table.staged()) {
     const std::uint64_t block = block_of(elements);
-    return part_of((elements + block - 1) / block, shard, table.shards) * block;
+    return even_part((elements + block - 1) / block, shard, table.shards) * block;
   }
-  const std::uint64_t begin = part_of(elements, shard, table.shards);
+  const std::uint64_t begin = even_part(elements, shard, table.shards);
   return elements / table.shards >= 4 * kLine ? begin / kLine * kLine : begin;
 }
 
@@ -71,18 +67,16 @@ Layout::Layout(const Table& table, const Codecs& codecs, std::uint32_t shard)
 
 // Cuts the elements [begin, end) of all parameters into pieces of at most a frame.
 void Layout::cut(const Table& table, std::uint64_t begin, std::uint64_t end) {
-  std::uint64_t at = 0;  // where the parameter begins
-  for (std::size_t p = 0; p < table.parameters.size() && at < end; ++p) {
-    const std::uint64_t after = at + table.parameters[p].elements();
-    for (std::uint64_t i = std::max(at, begin); i < std::min(after, end);) {
-      const std::uint64_t count =
-          std::min<std::uint64_t>(kMostFrame / words_, std::min(after, end) - i);
-      pieces_.push_back({p, i - at, elements_, count});
+  std::vector<std::size_t> begins{0};
+  for (const Parameter& each : table.parameters) begins.push_back(begins.back() + each.elements());
+  for_each_span(begins, begin, end, [this](std::size_t p, std::size_t from, std::size_t to) {
+    while (from < to) {
+      const std::size_t count = std::min(kMostFrame / words_, to - from);
+      pieces_.push_back({p, from, elements_, count});
       elements_ += count;
-      i += count;
+      from += count;
     }
-    at = after;
-  }
+  });
 }
 
 // Joins pieces into frames, as many as fit whatever the codec.
@@ -103,35 +97,33 @@ void Layout::group(const Codecs& codecs, std::size_t most) {
   }
 }
 
-bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
-                  ConstBytes payload, bool add, float* y) {
-  if (layout.words() == 2) return copy_doubles(frame, payload, y);
-  bool finite = true;
-  for (const Piece& piece : layout.pieces(frame)) {
-    float* const to = y + (piece.first - frame.first);
-    const codec::Decoded decoded =
-        add ? codec.decode_add(payload, to, piece.count) : codec.decode(payload, to, piece.count);
-    finite = finite && decoded.finite;
-    payload = payload.subspan(decoded.bytes);
-  }
-  if (!payload.empty()) throw InvalidArgument("a frame's payload is longer than its elements");
-  return finite;
+void Layout::describe(std::size_t index, MessageHeader& header) const {
+  const ShardFrame& frame = frames_.at(index);
+  header.flags |= flags_of(index, frames_.size());
+  header.first = frame.first;
+  header.count = static_cast<std::uint32_t>(frame.count);
+}
+
+bool Layout::is_described(std::size_t index, const MessageHeader& header) const {
+  return index < frames_.size() && header.has(kLast) == (index + 1 == frames_.size()) &&
+         header.first == frames_[index].first && header.count == frames_[index].count;
 }
 
 bool decode_frame(const Codecs& codecs, std::uint16_t codec, const Layout& layout,
-                  const ShardFrame& frame, ConstBytes payload, float* y) {
-  if (codec != kMixedCodecs)
-    return decode_frame(*codecs.at(codec), layout, frame, payload, /*add=*/false, y);
-  if (layout.words() != 1 || payload.size() < frame.pieces)
+                  const ShardFrame& frame, ConstBytes payload, bool add, float* y) {
+  if (layout.words() == 2) return copy_doubles(frame, payload, y);
+  const std::size_t listed = codec == kMixedCodecs ? frame.pieces : 0;
+  if (payload.size() < listed)
     throw InvalidArgument("a frame's payload is shorter than the list of its codecs");
-  ConstBytes rest = payload.subspan(frame.pieces);
+  ConstBytes rest = payload.subspan(listed);
   bool finite = true;
   for (std::size_t i = 0; i < frame.pieces; ++i) {
     const Piece& piece = layout.pieces(frame)[i];
-    const auto index = static_cast<std::size_t>(payload[i]);
+    const std::size_t index = listed > 0 ? static_cast<std::size_t>(payload[i]) : codec;
     if (index >= codecs.size()) throw InvalidArgument("a frame names a codec that is not there");
-    const codec::Decoded decoded =
-        codecs[index]->decode(rest, y + (piece.first - frame.first), piece.count);
+    float* const to = y + (piece.first - frame.first);
+    const codec::Decoded decoded = add ? codecs[index]->decode_add(rest, to, piece.count)
+                                       : codecs[index]->decode(rest, to, piece.count);
     finite = finite && decoded.finite;
     rest = rest.subspan(decoded.bytes);
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gradwire/codec/codec.h"
+#include "gradwire/serve/wire/message.h"
 #include "gradwire/serve/wire/table.h"
 
 namespace gradwire::serve {
@@ -43,6 +44,10 @@ class Layout {
   std::span<const Piece> pieces(const ShardFrame& frame) const noexcept {
     return std::span(pieces_).subspan(frame.piece, frame.pieces);
   }
+  // Says in a header that its payload is of this frame: first, count, and the flags for its place.
+  void describe(std::size_t index, MessageHeader& header) const;
+  // Returns whether the header says so; false where there is no such frame.
+  bool is_described(std::size_t index, const MessageHeader& header) const;
 
  private:
   void cut(const Table& table, std::uint64_t begin, std::uint64_t end);
@@ -54,13 +59,10 @@ class Layout {
   std::vector<ShardFrame> frames_;
 };
 
-// Decodes a frame's payload to y[0, frame.count · words), or adds it. Throws InvalidArgument where
-// the payload is none of this frame. Float64 cannot be added. Returns whether all values are
-// finite.
-bool decode_frame(const codec::Codec& codec, const Layout& layout, const ShardFrame& frame,
-                  ConstBytes payload, bool add, float* y);
-// Decodes a PUSH's frame, whose header has that `codec`: an index, or kMixedCodecs.
+// Decodes a frame's payload to y[0, frame.count · words), or adds it. `codec` is its header's: an
+// index, or kMixedCodecs. Throws InvalidArgument where the payload is none of this frame. Float64
+// cannot be added. Returns whether all values are finite.
 bool decode_frame(const Codecs& codecs, std::uint16_t codec, const Layout& layout,
-                  const ShardFrame& frame, ConstBytes payload, float* y);
+                  const ShardFrame& frame, ConstBytes payload, bool add, float* y);
 
 }  // namespace gradwire::serve

@@ -33,6 +33,11 @@ enum MessageFlags : std::uint8_t {
   kRefused = 8,  // of a reply: not done; the payload says why
 };
 
+// Returns the flags of a frame: kFirst and kLast as it is the first or last of `frames`.
+constexpr std::uint8_t flags_of(std::size_t frame, std::size_t frames) noexcept {
+  return static_cast<std::uint8_t>((frame == 0 ? kFirst : 0) | (frame + 1 == frames ? kLast : 0));
+}
+
 // Why a request was refused.
 enum class Refusal : std::uint32_t { kNone, kInvalid, kStale, kNotFinite, kNoValues, kHasValues };
 

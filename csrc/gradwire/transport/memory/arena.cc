@@ -49,11 +49,10 @@ struct Arena::Header {
 };
 
 Arena::Layout::Layout(const Options& options)
-    : messages(static_cast<std::size_t>(options.messages)),
+    : messages(gradwire::at(options.messages)),
       far_at(sizeof(Header) + messages * kLine),
-      entries_at(far_at + static_cast<std::size_t>(options.size) * kLine),
-      data_at(
-          round_up(entries_at + static_cast<std::size_t>(options.size) * messages * kEntry, kPage)),
+      entries_at(far_at + gradwire::at(options.size) * kLine),
+      data_at(round_up(entries_at + gradwire::at(options.size) * messages * kEntry, kPage)),
       stride(round_up(options.max_message, kPage) + kPage),  // no prefetch runs into the next cell
       total(data_at + messages * stride) {}
 
@@ -101,12 +100,11 @@ std::atomic<std::uint32_t>& Arena::readers(std::size_t cell) noexcept {
 }
 
 std::atomic<std::uint32_t>& Arena::far(Rank reader) noexcept {
-  const auto index = static_cast<std::size_t>(reader);
-  return at<std::atomic<std::uint32_t>>(layout_.far_at + index * kLine);
+  return at<std::atomic<std::uint32_t>>(layout_.far_at + gradwire::at(reader) * kLine);
 }
 
 std::atomic<std::uint64_t>& Arena::entry(Rank reader, std::size_t position) noexcept {
-  const std::size_t index = static_cast<std::size_t>(reader) * layout_.messages + position;
+  const std::size_t index = gradwire::at(reader) * layout_.messages + position;
   return at<std::atomic<std::uint64_t>>(layout_.entries_at + index * kEntry);
 }
 

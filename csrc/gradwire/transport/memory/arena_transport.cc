@@ -14,13 +14,12 @@ namespace gradwire::transport {
 
 ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
                                ArenaExchange exchange)
-    : StagedTransport(name, options),
+    : StagedTransport(name, options, /*has_doorbell=*/options.bells == nullptr),
       exchange_(exchange),
-      messages_(static_cast<std::size_t>(options.messages)),
-      share_(std::min(messages_, static_cast<std::size_t>(options.messages_per_peer))),
+      messages_(at(options.messages)),
+      share_(std::min(messages_, at(options.messages_per_peer))),
       own_(Arena::create(options)),
-      epoll_(options.bells == nullptr ? make_epoll() : UniqueFd()),
-      links_(static_cast<std::size_t>(options.size)) {}
+      links_(at(options.size)) {}
 
 void ArenaTransport::introduce(const Stream& to, Rank peer) {
   if (!is_unix_socket(to.socket))
@@ -28,12 +27,13 @@ void ArenaTransport::introduce(const Stream& to, Rank peer) {
   if (exchange_.give != nullptr) exchange_.give(to.socket, *own_, link_id(peer));
 }
 
-void ArenaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
-  UniqueFd& socket = connection.socket;
-  at(peer).arena = exchange_.take(socket.get(), own_, link_id(peer), options(), wait_limit);
-  if (options().bells != nullptr) return;
-  watch(epoll_.get(), socket.get(), EPOLLIN, peer);
-  at(peer).socket = std::move(socket);
+void ArenaTransport::connect(Rank peer, const WaitLimit& wait_limit) {
+  const int socket = connection(peer).socket.get();
+  link_to(peer).arena = exchange_.take(socket, own_, link_id(peer), options(), wait_limit);
+  if (options().bells == nullptr)
+    watch_descriptor(socket, EPOLLIN, peer);
+  else
+    connection(peer) = {};
 }
 
 std::size_t ArenaTransport::next(std::size_t position) const noexcept {
@@ -57,14 +57,14 @@ int ArenaTransport::free_cell() noexcept {
 }
 
 void ArenaTransport::limit_unread(int messages) noexcept {
-  const auto most = std::min(messages, options().messages_per_peer);
-  const std::size_t share = std::min(messages_, static_cast<std::size_t>(most));
+  const std::size_t share =
+      std::min(messages_, at(std::min(messages, options().messages_per_peer)));
   if (std::exchange(share_, share) == share) return;
-  for (Link& link : links_) link.room = 0;
+  for (ArenaLink& link : links_) link.room = 0;
 }
 
 bool ArenaTransport::has_its_share(Rank peer) {
-  std::size_t& room = at(peer).room;
+  std::size_t& room = link_to(peer).room;
   if (room == 0) room = look_for_room(peer);
   if (room > 0) return false;
   want_room();
@@ -77,7 +77,7 @@ bool ArenaTransport::has_its_share(Rank peer) {
 // costs a cache line on its way back.
 std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
   for (std::size_t room : {share_ / 2 + 1, std::size_t{1}}) {
-    const std::size_t before = at(peer).posted + messages_ - share_ + room - 1;
+    const std::size_t before = link_to(peer).posted + messages_ - share_ + room - 1;
     if (own_->entry(peer, before % messages_).load() == Descriptor::kNone) return room;
   }
   return 0;
@@ -100,16 +100,16 @@ int ArenaTransport::find_room(std::span<const Rank> peers, std::size_t bytes) {
 }
 
 std::byte* ArenaTransport::staging(int cell) noexcept {
-  return cell == Descriptor::kInEntry ? small_.data() : own_->data(static_cast<std::size_t>(cell));
+  return cell == Descriptor::kInEntry ? small_.data() : own_->data(at(cell));
 }
 
 void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
   const bool small = cell == Descriptor::kInEntry;
   if (!small)
-    own_->readers(static_cast<std::size_t>(cell))
-        .store(static_cast<std::uint32_t>(peers.size()), std::memory_order_relaxed);
+    own_->readers(at(cell)).store(static_cast<std::uint32_t>(peers.size()),
+                                  std::memory_order_relaxed);
   for (Rank peer : peers) {
-    Link& link = at(peer);
+    ArenaLink& link = link_to(peer);
     if (small) std::memcpy(own_->small(peer, link.posted), small_.data(), bytes);
     own_->entry(peer, link.posted).store(Descriptor::pack(cell, bytes));
     link.posted = next(link.posted);
@@ -119,7 +119,7 @@ void ArenaTransport::post(int cell, std::size_t bytes, std::span<const Rank> pee
 }
 
 std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
-  Link& link = at(peer);
+  ArenaLink& link = link_to(peer);
   const std::uint64_t word = link.arena->entry(options().rank, link.consumed).load();
   if (word == Descriptor::kNone) return std::nullopt;
   const Descriptor descriptor(word);
@@ -138,7 +138,7 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
 
 // Times a line for LineTimes: rarely, since that costs some of the time that it measures, and not
 // while this process sees the pages for the first time.
-void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
+void ArenaTransport::time_line(ArenaLink& link, const std::byte* line) noexcept {
   constexpr unsigned kSeldom = 4;
   if (++link.cells % kSeldom != 0 || link.cells <= messages_ || !clock_.usable()) return;
   if (link.lines.add(clock_.first_look(line)))
@@ -148,23 +148,22 @@ void ArenaTransport::time_line(Link& link, const std::byte* line) noexcept {
 // Releases a message. Even where other readers still need the cell, this makes room: in this
 // reader's share.
 void ArenaTransport::consume(Rank peer) {
-  Link& link = at(peer);
+  ArenaLink& link = link_to(peer);
   link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
   link.consumed = next(link.consumed);
-  if (link.front != Descriptor::kInEntry)
-    link.arena->readers(static_cast<std::size_t>(link.front)).fetch_sub(1);
+  if (link.front != Descriptor::kInEntry) link.arena->readers(at(link.front)).fetch_sub(1);
   if (link.arena->wants_room().load() != 0) wake(peer);
 }
 
 // Wakes the owner of the link's arena. A bell that can't be rung has rung already, or its owner is
 // gone; disarm() finds the latter.
 void ArenaTransport::wake(Rank peer) noexcept {
-  auto& sleeping = at(peer).arena->sleeping();
+  auto& sleeping = link_to(peer).arena->sleeping();
   if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
   if (options().bells != nullptr) return options().bells->ring(peer);
   const char ring = 1;
   [[maybe_unused]] const ssize_t rung =
-      ::send(at(peer).socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
+      ::send(connection(peer).socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 // Forgets that this rank waits for room: the caller's last look, after this, finds out again.
@@ -175,27 +174,20 @@ void ArenaTransport::arm() {
 
 void ArenaTransport::disarm() {
   own_->sleeping().store(0);
-  if (!epoll_.valid()) return;
-  std::array<epoll_event, 64> events;
-  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
-  for (int i = 0; i < ready; ++i) answer_bell(events[static_cast<std::size_t>(i)].data.fd);
+  answer_bells();
 }
 
-void ArenaTransport::answer_bell(Rank peer) {
-  std::array<char, 64> rings;
-  const ssize_t got = ::recv(at(peer).socket.get(), rings.data(), rings.size(), MSG_DONTWAIT);
-  if (got > 0 || (got < 0 && would_block(errno))) return;
-  unwatch(epoll_.get(), at(peer).socket.get());
-  at(peer).socket.reset();
-  bury(peer);
+void ArenaTransport::disconnected(Rank peer) {
+  disconnect(peer);
+  drop_unread(peer);
 }
 
 void ArenaTransport::end(Rank peer) noexcept {
-  if (options().bells != nullptr && at(peer).arena) bury(peer);
+  if (options().bells != nullptr && link_to(peer).arena) drop_unread(peer);
 }
 
 // Frees the cells that the peer has not read: nobody will read them.
-void ArenaTransport::bury(Rank peer) noexcept {
+void ArenaTransport::drop_unread(Rank peer) noexcept {
   mark_gone(peer, "the peer closed it or died");
   for (std::size_t position = 0; position < messages_; ++position) {
     const std::uint64_t word = own_->entry(peer, position).exchange(Descriptor::kNone);

@@ -23,17 +23,15 @@ class ArenaTransport final : public StagedTransport {
 
   void close_offers() noexcept override { own_->close_descriptor(); }
   void end(Rank peer) noexcept override;
-  int doorbell() const noexcept override { return epoll_.get(); }
   Copy copy() const noexcept override { return copy_; }
   void limit_unread(int messages) noexcept override;
   void arm() override;
   void disarm() override;
 
  private:
-  // The socket rings the peer's bell and this rank's; its end tells that the peer has ended. There
+  // Its socket rings the peer's bell and this rank's; its end tells that the peer has ended. There
   // is none where the Options have bells.
-  struct Link {
-    UniqueFd socket;
+  struct ArenaLink {
     std::shared_ptr<Arena> arena;
     std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
     std::size_t consumed = 0;  // where the next one is in our queue of the peer's arena
@@ -44,31 +42,30 @@ class ArenaTransport final : public StagedTransport {
   };
 
   void introduce(const Stream& to, Rank peer) override;
-  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
+  void connect(Rank peer, const WaitLimit& wait_limit) override;
   bool has_its_share(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
   void consume(Rank peer) override;
+  void disconnected(Rank peer) override;
 
-  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  ArenaLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
   std::size_t next(std::size_t position) const noexcept;
   std::size_t look_for_room(Rank peer) noexcept;
   bool is_far(Rank peer) noexcept;
   int free_cell() noexcept;
-  void time_line(Link& link, const std::byte* line) noexcept;
+  void time_line(ArenaLink& link, const std::byte* line) noexcept;
   void want_room() noexcept;
   void wake(Rank peer) noexcept;
-  void answer_bell(Rank peer);
-  void bury(Rank peer) noexcept;
+  void drop_unread(Rank peer) noexcept;
 
   ArenaExchange exchange_;
   std::size_t messages_;
   std::size_t share_;  // of these, unread by one peer
   std::shared_ptr<Arena> own_;
-  UniqueFd epoll_;  // of the links' sockets
-  std::vector<Link> links_;
+  std::vector<ArenaLink> links_;
   bool starved_ = false;
   LineClock clock_;
   std::size_t next_cell_ = 0;

@@ -11,8 +11,6 @@
 namespace gradwire::transport {
 namespace {
 
-using Box = std::unique_ptr<std::shared_ptr<Arena>>;
-
 // Throws unless the kernel says that this process made the socket: the pointers sent over it are
 // valid in that process only.
 void require_same_process(int socket, const LinkId& link) {
@@ -28,13 +26,12 @@ std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& o
                                      const LinkId& link, const Options&,
                                      const WaitLimit& wait_limit) {
   require_same_process(socket, link);
-  Box mine = std::make_unique<std::shared_ptr<Arena>>(own);
-  const std::shared_ptr<Arena>* address = mine.get();
-  send_all(socket, std::as_bytes(std::span(&address, 1)), link, wait_limit);
+  auto mine = std::make_unique<std::shared_ptr<Arena>>(own);
+  send_value(socket, mine.get(), link);
   static_cast<void>(mine.release());  // the peer owns it now
-  std::shared_ptr<Arena>* theirs = nullptr;
-  receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), link, wait_limit);
-  return *Box(theirs);
+  const std::unique_ptr<std::shared_ptr<Arena>> theirs(
+      receive_value<std::shared_ptr<Arena>*>(socket, link, wait_limit));
+  return *theirs;
 }
 
 }  // namespace

@@ -61,20 +61,21 @@ void QueuePair::change(ibv::QpAttr& attributes, int mask, const char* to) {
   if (error != 0) throw Error(system_message(port_.describe() + ": ibv_modify_qp to " + to, error));
 }
 
-void QueuePair::connect(const Peer& peer, std::uint32_t own_first_packet) {
+void QueuePair::connect(std::uint32_t number, std::uint32_t first_packet,
+                        const RdmaAddress& address, std::uint32_t own_first_packet) {
   const RdmaSettings& settings = devices_.settings();
   ibv::QpAttr receive{};
   receive.qp_state = ibv::kQpReadyToReceive;
-  receive.path_mtu = std::min(port_.address.mtu, peer.address.mtu);
-  receive.dest_qp_num = peer.number;
-  receive.rq_psn = peer.first_packet;
+  receive.path_mtu = std::min(port_.address.mtu, address.mtu);
+  receive.dest_qp_num = number;
+  receive.rq_psn = first_packet;
   receive.min_rnr_timer = kReceiverNotReady;
   ibv::AhAttr& to = receive.ah_attr;
   to.port_num = port_.number;
   to.sl = static_cast<std::uint8_t>(settings.service_level);
-  to.dlid = peer.address.lid;
-  to.is_global = port_.address.link_layer == ibv::kLinkEthernet || peer.address.lid == 0;
-  to.grh.dgid = peer.address.gid;
+  to.dlid = address.lid;
+  to.is_global = port_.address.link_layer == ibv::kLinkEthernet || address.lid == 0;
+  to.grh.dgid = address.gid;
   to.grh.sgid_index = static_cast<std::uint8_t>(port_.gid_index);
   to.grh.hop_limit = kHops;
   to.grh.traffic_class = static_cast<std::uint8_t>(settings.traffic_class);

@@ -18,14 +18,10 @@ class QueuePair {
   // Returns the most bytes that may be sent inline.
   std::size_t most_inline() const noexcept { return most_inline_; }
 
-  // What one end has to know of the other.
-  struct Peer {
-    std::uint32_t number = 0;
-    std::uint32_t first_packet = 0;  // its first packet sequence number, 24 bits
-    RdmaAddress address{};
-  };
-  // Connects to the peer, with both ends' first packet numbers.
-  void connect(const Peer& peer, std::uint32_t own_first_packet);
+  // Connects to the peer's queue pair of that number. The first packet sequence numbers have 24
+  // bits.
+  void connect(std::uint32_t number, std::uint32_t first_packet, const RdmaAddress& address,
+               std::uint32_t own_first_packet);
   // Aborts everything under way; nothing can be posted afterwards.
   void break_off() noexcept;
 

@@ -59,14 +59,11 @@ class RdmaTransport final : public QueuedTransport {
   explicit RdmaTransport(const Options& options);
   ~RdmaTransport() override { linger(); }
 
-  int doorbell() const noexcept override { return epoll_.get(); }
   void arm() override;
   void disarm() override;
 
  private:
-  struct Link {
-    UniqueFd socket;
-    std::shared_ptr<crypto::Seal> seal;  // of what is told before the first word over RDMA
+  struct RdmaLink {
     Rail* rail = nullptr;
     std::unique_ptr<QueuePair> queue_pair;
     RdmaEnd far;
@@ -91,34 +88,30 @@ class RdmaTransport final : public QueuedTransport {
   };
 
   void introduce(const Stream& to, Rank peer) override;
-  void link(Connection connection, Rank peer, const WaitLimit& wait_limit) override;
-  std::byte* staging(int cell) noexcept override {
-    return slab_.data() + static_cast<std::size_t>(cell) * slot_bytes_;
-  }
+  void connect(Rank peer, const WaitLimit& wait_limit) override;
+  std::byte* staging(int cell) noexcept override { return slab_.data() + at(cell) * slot_bytes_; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
   void consume(Rank peer) override;
+  void disconnected(Rank peer) override;
 
-  Link& at(Rank peer) noexcept { return links_[static_cast<std::size_t>(peer)]; }
+  RdmaLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
   std::byte* ring_of(Rank peer) const noexcept;
-  Rail& rail_of(int port);
-  RdmaEnd make_end(Link& link, Rank peer, int port, int peer_port);
-  RdmaEnd agree(const Stream& with, Link& link, Rank peer, const WaitLimit& wait_limit,
-                RdmaEnd& mine);
+  Rail& rail_of(std::size_t port);
+  RdmaEnd make_end(Rank peer, std::size_t port, std::size_t peer_port);
+  void agree(Rank peer, const WaitLimit& wait_limit);
   void greet(Rank peer, const WaitLimit& wait_limit);
   [[noreturn]] void throw_out_of_reach(Rank peer);
 
   void poll();
   void handle(const ibv::Wc& found);
   void take(Rank peer, const Word& word);
-  void retire(Link& link, std::uint32_t last);
-  void free_cell(int cell) noexcept { --cell_at(cell).readers; }
-  std::size_t with_device(const Link& link) const noexcept { return link.posted - link.done; }
+  void retire(RdmaLink& link, std::uint32_t last);
+  std::size_t with_device(const RdmaLink& link) const noexcept { return link.posted - link.done; }
   void push_out(Rank peer) override;
   void push_on(Rank) override { poll(); }
   bool write(Rank peer, int cell, bool tells);
   void tell_released(Rank peer);
-  void answer_bell(Rank peer);
   void lose(Rank peer, const std::string& reason);
   void linger() noexcept;
 
@@ -126,9 +119,8 @@ class RdmaTransport final : public QueuedTransport {
   std::size_t slot_bytes_;
   std::size_t slots_;
   Slab slab_;
-  UniqueFd epoll_;
   std::vector<std::unique_ptr<Rail>> rails_;  // by port; null where unused
-  std::vector<Link> links_;
+  std::vector<RdmaLink> links_;
 };
 
 std::shared_ptr<RdmaDevices> devices_of(const Options& options) {
@@ -156,25 +148,22 @@ RdmaTransport::RdmaTransport(const Options& options)
     : QueuedTransport("rdma", options),
       devices_(devices_of(options)),
       slot_bytes_((options.max_message + kLine - 1) / kLine * kLine),
-      slots_(slots_for(static_cast<std::size_t>(options.size - 1), slot_bytes_)),
-      slab_(slot_bytes_ * (static_cast<std::size_t>(options.messages) +
-                           slots_ * static_cast<std::size_t>(options.size))),
-      epoll_(make_epoll()),
+      slots_(slots_for(at(options.size - 1), slot_bytes_)),
+      slab_(slot_bytes_ * (at(options.messages) + slots_ * at(options.size))),
       rails_(devices_->ports().size()),
-      links_(static_cast<std::size_t>(options.size)) {}
+      links_(at(options.size)) {}
 
 std::byte* RdmaTransport::ring_of(Rank peer) const noexcept {
-  return slab_.data() + slot_bytes_ * (static_cast<std::size_t>(options().messages) +
-                                       slots_ * static_cast<std::size_t>(peer));
+  return slab_.data() + slot_bytes_ * (at(options().messages) + slots_ * at(peer));
 }
 
-Rail& RdmaTransport::rail_of(int port) {
-  std::unique_ptr<Rail>& rail = rails_[static_cast<std::size_t>(port)];
+Rail& RdmaTransport::rail_of(std::size_t port) {
+  std::unique_ptr<Rail>& rail = rails_[port];
   if (!rail) {
     const auto of_a_link = static_cast<int>(kRequests + slots_ + kWords);
-    rail = std::make_unique<Rail>(*devices_, devices_->ports()[static_cast<std::size_t>(port)],
-                                  slab_, of_a_link * options().size);
-    watch(epoll_.get(), rail->bell(), EPOLLIN, kNoPeer);
+    rail = std::make_unique<Rail>(*devices_, devices_->ports()[port], slab_,
+                                  of_a_link * options().size);
+    watch_descriptor(rail->bell(), EPOLLIN, kNoPeer);
   }
   return *rail;
 }
@@ -185,27 +174,23 @@ void RdmaTransport::introduce(const Stream& to, Rank peer) {
   send_ports(to, link_id(peer), devices_->ports());
 }
 
-void RdmaTransport::link(Connection connection, Rank peer, const WaitLimit& wait_limit) {
-  Link& link = at(peer);
-  link.ring = ring_of(peer);
-  RdmaEnd mine;
-  link.far = agree(connection.stream(), link, peer, wait_limit, mine);
-  link.queue_pair->connect(link.far.queue_pair, mine.queue_pair.first_packet);
-  watch(epoll_.get(), connection.socket.get(), EPOLLIN, peer);
-  link.socket = std::move(connection.socket);
-  link.seal = std::move(connection.seal);
+void RdmaTransport::connect(Rank peer, const WaitLimit& wait_limit) {
+  link_to(peer).ring = ring_of(peer);
+  agree(peer, wait_limit);
+  watch_descriptor(connection(peer).socket.get(), EPOLLIN, peer);
   greet(peer, wait_limit);
 }
 
-// Makes this end, `mine`, sends it, and returns the other end. The lower rank chooses the ports.
-RdmaEnd RdmaTransport::agree(const Stream& with, Link& link, Rank peer, const WaitLimit& wait_limit,
-                             RdmaEnd& mine) {
+// Makes this end, exchanges it for the other one, and connects the two. The lower rank chooses the
+// ports.
+void RdmaTransport::agree(Rank peer, const WaitLimit& wait_limit) {
   const LinkId id = link_id(peer);
+  const Stream with = connection(peer).stream();
   const std::vector<RdmaAddress> theirs = receive_ports(with, id, wait_limit);
   std::vector<RdmaAddress> ours;
   for (const RdmaPort& port : devices_->ports()) ours.push_back(port.address);
+  RdmaEnd mine;
   const bool lower = options().rank < peer;
-  RdmaEnd far;
   if (lower) {
     const auto [port, peer_port] = pair_ports(ours, theirs, options().rank, peer);
     if (port < 0)
@@ -213,24 +198,23 @@ RdmaEnd RdmaTransport::agree(const Stream& with, Link& link, Rank peer, const Wa
                                      "no RDMA port here and there are of one link layer; name "
                                      "others with GRADWIRE_IB_HCA, or do without: "
                                      "GRADWIRE_TRANSPORT=shm,tcp"));
-    mine = make_end(link, peer, port, peer_port);
-    send_end(with, id, mine);
-    far = receive_end(with, id, wait_limit);
-  } else {
-    far = receive_end(with, id, wait_limit);
+    mine = make_end(peer, at(port), at(peer_port));
+    send_value(with, mine, id);
   }
-  if (far.port >= static_cast<int>(theirs.size()) || far.peer_port >= static_cast<int>(ours.size()))
+  RdmaEnd& far = link_to(peer).far = receive_end(with, id, wait_limit);
+  if (far.port >= theirs.size() || far.peer_port >= ours.size())
     throw_transport_error(id, "the other end chose an RDMA port that there is not");
-  far.queue_pair.address = theirs[static_cast<std::size_t>(far.port)];
   if (!lower) {
-    mine = make_end(link, peer, far.peer_port, far.port);
-    send_end(with, id, mine);
+    mine = make_end(peer, far.peer_port, far.port);
+    send_value(with, mine, id);
   }
-  return far;
+  link_to(peer).queue_pair->connect(far.number, far.first_packet, theirs[far.port],
+                                    mine.first_packet);
 }
 
 // Makes this end, ready to be written to before the other end is told of it.
-RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) {
+RdmaEnd RdmaTransport::make_end(Rank peer, std::size_t port, std::size_t peer_port) {
+  RdmaLink& link = link_to(peer);
   link.rail = &rail_of(port);
   if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
     throw InvalidArgument(describe(link_id(peer), "messages of " + std::to_string(max_message()) +
@@ -242,30 +226,26 @@ RdmaEnd RdmaTransport::make_end(Link& link, Rank peer, int port, int peer_port) 
   for (int i = 0; i < receives; ++i)
     if (!link.queue_pair->post_receive(request_id(peer, 0) | kReceive))
       throw Error(system_message(link.rail->port().describe() + ": ibv_post_recv", errno));
-  RdmaEnd end;
-  end.port = port;
-  end.peer_port = peer_port;
-  end.queue_pair.number = link.queue_pair->number();
-  end.queue_pair.first_packet = random_packet_number();
-  end.ring = reinterpret_cast<std::uintptr_t>(link.ring);
-  end.key = link.rail->memory().rkey;
-  end.slots = static_cast<std::uint32_t>(slots_);
-  return end;
+  return {.port = static_cast<std::uint32_t>(port),
+          .peer_port = static_cast<std::uint32_t>(peer_port),
+          .number = link.queue_pair->number(),
+          .first_packet = random_packet_number(),
+          .slots = static_cast<std::uint32_t>(slots_),
+          .key = link.rail->memory().rkey,
+          .ring = reinterpret_cast<std::uintptr_t>(link.ring)};
 }
 
 // Sends a first word each way over the connection itself: so it is known to work before it is used.
 void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   const LinkId id = link_id(peer);
-  const Stream with(link.socket.get(), link.seal.get());
-  const char ready = 'R';
-  send_all(with, std::as_bytes(std::span(&ready, 1)), id, Deadline::after(0));
-  char theirs = 0;
-  receive_all(with, std::as_writable_bytes(std::span(&theirs, 1)), id, wait_limit);
+  const Stream with = connection(peer).stream();
+  send_value(with, 'R', id);
+  receive_value<char>(with, id, wait_limit);
   const Deadline arrival = Deadline::after(kGreetingSeconds);
   write(peer, kNoCell, true);
   while (!link.greeted || with_device(link) > 0) {
-    pollfd end{link.socket.get(), POLLIN, 0};
+    pollfd end{with.socket, POLLIN, 0};
     if (!link.lost && ::poll(&end, 1, 1) > 0) answer_bell(peer);
     poll();
     wait_limit.check_interrupt();
@@ -278,10 +258,10 @@ void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
 }
 
 void RdmaTransport::throw_out_of_reach(Rank peer) {
-  const std::string reason = at(peer).lost ? " (" + why_gone(peer) + ")" : "";
+  const std::string reason = link_to(peer).lost ? " (" + why_gone(peer) + ")" : "";
   throw_transport_error(
       link_id(peer),
-      at(peer).rail->port().describe() + " does not reach the other end" + reason +
+      link_to(peer).rail->port().describe() + " does not reach the other end" + reason +
           ": these are different networks, or RoCE is blocked between them; choose with "
           "GRADWIRE_IB_HCA and GRADWIRE_IB_GID_INDEX, or do without: GRADWIRE_TRANSPORT=shm,tcp");
 }
@@ -296,7 +276,7 @@ void RdmaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peer
 
 // Sends as much as the peer's ring and the device have room for.
 void RdmaTransport::push_out(Rank peer) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   while (!link.lost && !is_flushed(peer) && link.sent - link.read < link.far.slots &&
          with_device(link) < kRequests) {
     const int cell = outbox(peer).front();
@@ -307,13 +287,13 @@ void RdmaTransport::push_out(Rank peer) {
     ++link.sent;
     if (!by_value) continue;
     link.cells[(link.posted - 1) % kRequests] = kNoCell;
-    free_cell(cell);
+    release_cell(cell);
   }
 }
 
 // Writes a cell into the peer's next slot, or only a word. `tells`: asks for a completion.
 bool RdmaTransport::write(Rank peer, int cell, bool tells) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   QueuePair::Write next;
   next.id = request_id(peer, link.posted);
   if (cell != kNoCell) {
@@ -353,7 +333,7 @@ void RdmaTransport::handle(const ibv::Wc& found) {
   const bool received = (found.wr_id & kReceive) != 0;
   const auto peer = static_cast<Rank>((found.wr_id & ~kReceive) >> 32);
   const auto number = static_cast<std::uint32_t>(found.wr_id);
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   if (found.status != ibv::kWcSuccess) {
     const std::string what = devices_->verbs().wc_status_str(found.status);
     const bool silent = found.status == ibv::kWcRetryExceeded;
@@ -372,7 +352,7 @@ void RdmaTransport::handle(const ibv::Wc& found) {
 }
 
 void RdmaTransport::take(Rank peer, const Word& word) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   const std::uint32_t more = (word.read - link.read) % Word::kCounts;
   if (more > link.sent - link.read)
     return lose(peer, "the peer said that it read more messages than were sent");
@@ -386,17 +366,17 @@ void RdmaTransport::take(Rank peer, const Word& word) {
 }
 
 // Retires all writes up to `last`, since writes complete in order.
-void RdmaTransport::retire(Link& link, std::uint32_t last) {
+void RdmaTransport::retire(RdmaLink& link, std::uint32_t last) {
   while (!link.lost && link.done != last + 1) {
     const int cell = link.cells[link.done++ % kRequests];
-    if (cell != kNoCell) free_cell(cell);
+    if (cell != kNoCell) release_cell(cell);
   }
 }
 
 // --- receiving ---
 
 std::optional<ConstBytes> RdmaTransport::arrived(Rank peer) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   if (link.arrived == link.released) poll();
   if (link.arrived == link.released) return std::nullopt;
   const std::size_t slot = link.released % slots_;
@@ -404,12 +384,12 @@ std::optional<ConstBytes> RdmaTransport::arrived(Rank peer) {
 }
 
 void RdmaTransport::consume(Rank peer) {
-  ++at(peer).released;
+  ++link_to(peer).released;
   tell_released(peer);
 }
 
 void RdmaTransport::tell_released(Rank peer) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   if (link.lost || link.released - link.told < slots_ / 2 || with_device(link) == kRequests) return;
   write(peer, kNoCell, false);
 }
@@ -424,37 +404,26 @@ void RdmaTransport::arm() {
 void RdmaTransport::disarm() {
   for (const auto& rail : rails_)
     if (rail) rail->hush();
-  std::array<epoll_event, 64> events;
-  const int ready = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
-  for (int i = 0; i < ready; ++i) {
-    const Rank peer = events[static_cast<std::size_t>(i)].data.fd;
-    if (peer != kNoPeer) answer_bell(peer);
-  }
+  answer_bells();
 }
 
-// Reads the peer's socket, whose end means that the peer has ended. Whatever the peer wrote before
-// is here then, and so are its completions.
-void RdmaTransport::answer_bell(Rank peer) {
-  std::array<char, 64> bytes;
-  const ssize_t got = ::recv(at(peer).socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
-  if (got > 0 || (got < 0 && would_block(errno))) return;
+// Whatever the peer wrote before its end is here by now, and so are its completions.
+void RdmaTransport::disconnected(Rank peer) {
   poll();
   lose(peer, "the peer closed it or died");
 }
 
 // Gives the peer up: nothing is posted to it again. Messages that had arrived can still be read.
 void RdmaTransport::lose(Rank peer, const std::string& reason) {
-  Link& link = at(peer);
+  RdmaLink& link = link_to(peer);
   if (std::exchange(link.lost, true)) return;
-  mark_gone(peer, reason);
   if (link.queue_pair) link.queue_pair->break_off();
-  if (link.socket.valid()) unwatch(epoll_.get(), link.socket.get());
-  link.socket.reset();
+  disconnect(peer);
   for (; link.done != link.posted; ++link.done) {
     const int cell = link.cells[link.done % kRequests];
-    if (cell != kNoCell) free_cell(cell);
+    if (cell != kNoCell) release_cell(cell);
   }
-  for (; !is_flushed(peer); outbox(peer).pop()) free_cell(outbox(peer).front());
+  drop_outbox(peer, reason);
 }
 
 // Waits before the connections are destroyed, since that drops what the peers have not
@@ -464,17 +433,18 @@ void RdmaTransport::linger() noexcept try {
   if (slab_.in_fork()) return;  // the connections are the parent's
   const Deadline deadline = Deadline::after(kLingerSeconds);
   for (Rank peer = 0; peer < options().size; ++peer) {
-    Link& link = at(peer);
+    RdmaLink& link = link_to(peer);
     outbox(peer) = CellQueue();
     if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
   }
   const auto all_over = [&] {
-    return std::ranges::all_of(links_, [&](const Link& link) { return with_device(link) == 0; });
+    return std::ranges::all_of(links_,
+                               [&](const RdmaLink& link) { return with_device(link) == 0; });
   };
   while (!all_over() && !deadline.passed()) {
     arm();
     poll();
-    pollfd bell{epoll_.get(), POLLIN, 0};
+    pollfd bell{doorbell(), POLLIN, 0};
     if (!all_over()) ::poll(&bell, 1, 10);
     disarm();
   }

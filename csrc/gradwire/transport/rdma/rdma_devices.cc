@@ -239,7 +239,7 @@ std::pair<int, int> pair_ports(std::span<const RdmaAddress> lower,
   if (found.empty()) return {-1, -1};
   // This spreads neighbours in a ring, and the leaves of a star, evenly.
   const int turn = (lower_rank + higher_rank) / 2;
-  return found[static_cast<std::size_t>(turn) % found.size()];
+  return found[at(turn) % found.size()];
 }
 
 }  // namespace gradwire::transport

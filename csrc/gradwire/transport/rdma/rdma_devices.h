@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradwire/transport/context.h"
+#include "gradwire/transport/kind.h"
 #include "gradwire/transport/rdma/rdma_settings.h"
 #include "gradwire/transport/rdma/verbs.h"
 

@@ -10,7 +10,6 @@ namespace gradwire::transport {
 namespace {
 
 constexpr std::uint32_t kPortsMagic = 0x31505247;  // "GRP1"
-constexpr std::uint32_t kEndMagic = 0x31455247;    // "GRE1"
 constexpr std::uint32_t kMostPeerSlots = 1 << 16;
 constexpr std::uint32_t kNumbers = 1 << 24;  // limit of queue pair and packet numbers
 
@@ -28,19 +27,6 @@ struct PortsMessage {
   std::array<PackedAddress, kMostRdmaPorts> addresses{};
 };
 static_assert(sizeof(PortsMessage) == 8 + kMostRdmaPorts * 88);
-
-struct EndMessage {
-  std::uint32_t magic = kEndMagic;
-  std::uint32_t port = 0;
-  std::uint32_t peer_port = 0;
-  std::uint32_t number = 0;
-  std::uint32_t first_packet = 0;
-  std::uint32_t slots = 0;
-  std::uint32_t key = 0;
-  std::uint32_t unused = 0;
-  std::uint64_t ring = 0;
-};
-static_assert(sizeof(EndMessage) == 40);
 
 PackedAddress packed(const RdmaAddress& address) {
   PackedAddress message;
@@ -64,16 +50,9 @@ RdmaAddress unpacked(const PackedAddress& message, const LinkId& link) {
 }
 
 template <typename Message>
-void send_message(const Stream& to, const LinkId& link, const Message& message) {
-  send_all(to, std::as_bytes(std::span(&message, 1)), link, Deadline::after(0));
-}
-
-template <typename Message>
 Message receive_message(const Stream& from, const LinkId& link, const WaitLimit& wait_limit) {
-  Message message;
-  const std::uint32_t magic = message.magic;
-  receive_all(from, std::as_writable_bytes(std::span(&message, 1)), link, wait_limit);
-  if (message.magic != magic)
+  const auto message = receive_value<Message>(from, link, wait_limit);
+  if (message.magic != Message{}.magic)
     throw_transport_error(link, "the other end does not speak this version's RDMA protocol");
   return message;
 }
@@ -84,7 +63,7 @@ void send_ports(const Stream& to, const LinkId& link, std::span<const RdmaPort> 
   PortsMessage message;
   for (const RdmaPort& port : ports.first(std::min(ports.size(), kMostRdmaPorts)))
     message.addresses[message.count++] = packed(port.address);
-  send_message(to, link, message);
+  send_value(to, message, link);
 }
 
 std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link,
@@ -98,30 +77,12 @@ std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link,
   return addresses;
 }
 
-void send_end(const Stream& to, const LinkId& link, const RdmaEnd& end) {
-  EndMessage message;
-  message.port = static_cast<std::uint32_t>(end.port);
-  message.peer_port = static_cast<std::uint32_t>(end.peer_port);
-  message.number = end.queue_pair.number;
-  message.first_packet = end.queue_pair.first_packet;
-  message.slots = end.slots;
-  message.key = end.key;
-  message.ring = end.ring;
-  send_message(to, link, message);
-}
-
 RdmaEnd receive_end(const Stream& from, const LinkId& link, const WaitLimit& wait_limit) {
-  const auto message = receive_message<EndMessage>(from, link, wait_limit);
-  if (message.port >= kMostRdmaPorts || message.peer_port >= kMostRdmaPorts ||
-      message.number >= kNumbers || message.first_packet >= kNumbers ||
-      !std::has_single_bit(message.slots) || message.slots > kMostPeerSlots)
+  const auto end = receive_message<RdmaEnd>(from, link, wait_limit);
+  if (end.port >= kMostRdmaPorts || end.peer_port >= kMostRdmaPorts || end.number >= kNumbers ||
+      end.first_packet >= kNumbers || !std::has_single_bit(end.slots) || end.slots > kMostPeerSlots)
     throw_transport_error(link, "the other end described an impossible RDMA connection");
-  return {static_cast<int>(message.port),
-          static_cast<int>(message.peer_port),
-          {message.number, message.first_packet},
-          message.ring,
-          message.key,
-          message.slots};
+  return end;
 }
 
 }  // namespace gradwire::transport

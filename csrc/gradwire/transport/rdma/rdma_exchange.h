@@ -12,26 +12,28 @@
 
 namespace gradwire::transport {
 
-// One end of a link.
+// One end of a link, as it is sent to the other end.
 struct RdmaEnd {
-  int port = -1;  // index among the ports that this end's rank sent
-  int peer_port = -1;
-  QueuePair::Peer queue_pair{};
+  std::uint32_t magic = 0x31455247;  // "GRE1"
+  std::uint32_t port = 0;            // index among the ports that this end's rank sent
+  std::uint32_t peer_port = 0;
+  std::uint32_t number = 0;        // of the queue pair
+  std::uint32_t first_packet = 0;  // its first packet sequence number, 24 bits
   // The ring that this end receives into. It has `slots` slots, a power of two, each for one
   // message.
-  std::uint64_t ring = 0;
-  std::uint32_t key = 0;
   std::uint32_t slots = 0;
+  std::uint32_t key = 0;
+  std::uint32_t unused = 0;
+  std::uint64_t ring = 0;
 };
+static_assert(sizeof(RdmaEnd) == 40);
 
-// Do not block: what they send fits into the buffer of every fresh socket.
+// Does not block: what it sends fits into the buffer of every fresh socket.
 void send_ports(const Stream& to, const LinkId& link, std::span<const RdmaPort> ports);
-void send_end(const Stream& to, const LinkId& link, const RdmaEnd& end);
 
 // Throw TransportError for impossible values, Timeout where the other end is silent.
 std::vector<RdmaAddress> receive_ports(const Stream& from, const LinkId& link,
                                        const WaitLimit& wait_limit);
-// The result has no address, which is that of its port.
 RdmaEnd receive_end(const Stream& from, const LinkId& link, const WaitLimit& wait_limit);
 
 }  // namespace gradwire::transport

@@ -59,7 +59,7 @@ std::size_t Rail::poll(std::span<ibv::Wc> found) const {
   const int count =
       cq_->context->ops.poll_cq(cq_.get(), static_cast<int>(found.size()), found.data());
   if (count < 0) fail(port_, "ibv_poll_cq", errno);
-  return static_cast<std::size_t>(count);
+  return at(count);
 }
 
 void Rail::arm() {

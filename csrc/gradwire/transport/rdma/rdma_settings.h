@@ -4,7 +4,6 @@
 #include <array>
 #include <string>
 
-#include "gradwire/transport/context.h"
 #include "gradwire/transport/kind.h"
 #include "gradwire/transport/rdma/verbs.h"
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "gradwire/base/dynamic_library.h"
 #include "gradwire/base/fork.h"
 #include "gradwire/transport/rdma/verbs_abi.h"
 
@@ -19,32 +20,47 @@ struct Verbs {
   // absent or lacks a function in the version that is needed.
   static const Verbs& load(const std::string& library = kLibrary);
 
-  std::string library;
+  explicit Verbs(const std::string& library);
 
-  int (*fork_init)();
-  ibv::Device** (*get_device_list)(int* count);
-  void (*free_device_list)(ibv::Device** list);
-  ibv::Context* (*open_device)(ibv::Device* device);
-  int (*close_device)(ibv::Context* context);
-  int (*query_device)(ibv::Context* context, ibv::DeviceAttr* found);
-  int (*query_port)(ibv::Context* context, std::uint8_t port, ibv::PortAttr* found);
+  // Finds a function of the library, which is loaded first. Throws as load() does.
+  struct Finder {
+    explicit Finder(const std::string& library);
+    // By name and version, since two functions of libibverbs may have one name.
+    Symbol operator()(const char* name, const char* version = "IBVERBS_1.1") const;
+
+    void* handle;  // never closed: its devices may be open until the process ends
+  } find;
+
+  int (*fork_init)() = find("ibv_fork_init");
+  ibv::Device** (*get_device_list)(int* count) = find("ibv_get_device_list");
+  void (*free_device_list)(ibv::Device** list) = find("ibv_free_device_list");
+  ibv::Context* (*open_device)(ibv::Device* device) = find("ibv_open_device");
+  int (*close_device)(ibv::Context* context) = find("ibv_close_device");
+  int (*query_device)(ibv::Context* context, ibv::DeviceAttr* found) = find("ibv_query_device");
+  int (*query_port)(ibv::Context* context, std::uint8_t port,
+                    ibv::PortAttr* found) = find("ibv_query_port");
   int (*query_gid_ex)(ibv::Context* context, std::uint32_t port, std::uint32_t index,
-                      ibv::GidEntry* found, std::uint32_t flags, std::size_t entry_size);
-  ibv::Pd* (*alloc_pd)(ibv::Context* context);
-  int (*dealloc_pd)(ibv::Pd* pd);
-  ibv::Mr* (*reg_mr)(ibv::Pd* pd, void* address, std::size_t bytes, int access);
-  int (*dereg_mr)(ibv::Mr* mr);
-  ibv::CompChannel* (*create_comp_channel)(ibv::Context* context);
-  int (*destroy_comp_channel)(ibv::CompChannel* channel);
+                      ibv::GidEntry* found, std::uint32_t flags,
+                      std::size_t entry_size) = find("_ibv_query_gid_ex", "IBVERBS_1.11");
+  ibv::Pd* (*alloc_pd)(ibv::Context* context) = find("ibv_alloc_pd");
+  int (*dealloc_pd)(ibv::Pd* pd) = find("ibv_dealloc_pd");
+  ibv::Mr* (*reg_mr)(ibv::Pd* pd, void* address, std::size_t bytes,
+                     int access) = find("ibv_reg_mr");
+  int (*dereg_mr)(ibv::Mr* mr) = find("ibv_dereg_mr");
+  ibv::CompChannel* (*create_comp_channel)(ibv::Context* context) = find("ibv_create_comp_channel",
+                                                                         "IBVERBS_1.0");
+  int (*destroy_comp_channel)(ibv::CompChannel* channel) = find("ibv_destroy_comp_channel",
+                                                                "IBVERBS_1.0");
   ibv::Cq* (*create_cq)(ibv::Context* context, int entries, void* cq_context,
-                        ibv::CompChannel* channel, int vector);
-  int (*destroy_cq)(ibv::Cq* cq);
-  int (*get_cq_event)(ibv::CompChannel* channel, ibv::Cq** cq, void** cq_context);
-  void (*ack_cq_events)(ibv::Cq* cq, unsigned count);
-  ibv::Qp* (*create_qp)(ibv::Pd* pd, ibv::QpInitAttr* wanted);
-  int (*modify_qp)(ibv::Qp* qp, ibv::QpAttr* wanted, int mask);
-  int (*destroy_qp)(ibv::Qp* qp);
-  const char* (*wc_status_str)(int status);
+                        ibv::CompChannel* channel, int vector) = find("ibv_create_cq");
+  int (*destroy_cq)(ibv::Cq* cq) = find("ibv_destroy_cq");
+  int (*get_cq_event)(ibv::CompChannel* channel, ibv::Cq** cq,
+                      void** cq_context) = find("ibv_get_cq_event");
+  void (*ack_cq_events)(ibv::Cq* cq, unsigned count) = find("ibv_ack_cq_events");
+  ibv::Qp* (*create_qp)(ibv::Pd* pd, ibv::QpInitAttr* wanted) = find("ibv_create_qp");
+  int (*modify_qp)(ibv::Qp* qp, ibv::QpAttr* wanted, int mask) = find("ibv_modify_qp");
+  int (*destroy_qp)(ibv::Qp* qp) = find("ibv_destroy_qp");
+  const char* (*wc_status_str)(int status) = find("ibv_wc_status_str");
 };
 
 // Gives a resource back, but not in a fork: there the handle is a copy, the kernel regards the
