@@ -44,7 +44,7 @@ constexpr int kTries = 100;
 constexpr int kYields = 20;
 constexpr int kNapMilliseconds = 100;
 
-struct Setting {
+struct EnvironmentVariable {
   std::string what, transport, device;
   std::size_t bytes = 0;
   int count = 0;
@@ -199,7 +199,7 @@ double stream_messages(Transport& link, Rank rank, std::vector<std::byte>& memor
   return seconds_since(begin);
 }
 
-double bandwidth(Transport& link, Rank rank, const Setting& of) {
+double bandwidth(Transport& link, Rank rank, const EnvironmentVariable& of) {
   constexpr double kMiB = 1 << 20;
   std::vector<std::byte> memory(of.bytes, std::byte{7});
   stream_messages(link, rank, memory, std::max(1, of.count / 4));
@@ -207,7 +207,7 @@ double bandwidth(Transport& link, Rank rank, const Setting& of) {
   return static_cast<double>(of.bytes) * of.count / kMiB / seconds;
 }
 
-double latency(Transport& link, Rank rank, const Setting& of) {
+double latency(Transport& link, Rank rank, const EnvironmentVariable& of) {
   const Rank peer = 1 - rank;
   std::vector<std::byte> memory(of.bytes);
   std::vector<double> trips;
@@ -223,14 +223,14 @@ double latency(Transport& link, Rank rank, const Setting& of) {
   return *middle * 1e6 / 2;
 }
 
-std::shared_ptr<transport::Context> open_device(const std::string& device) {
+std::shared_ptr<transport::TransportContext> open_device(const std::string& device) {
   const auto opened = transport::open_transport("rdma", {{"GRADWIRE_IB_HCA", "=" + device}});
   if (!opened.usable()) throw InvalidArgument(opened.why_not);
   return opened.context;
 }
 
-void run(const Setting& setting, Rank rank, UniqueFd socket) {
-  transport::Options options;
+void run(const EnvironmentVariable& setting, Rank rank, UniqueFd socket) {
+  transport::LinkOptions options;
   options.rank = rank;
   options.size = 2;
   if (setting.transport == "rdma") options.context = open_device(setting.device);
@@ -242,7 +242,7 @@ void run(const Setting& setting, Rank rank, UniqueFd socket) {
   if (rank == 1) std::printf("%.4f\n", result);
 }
 
-int run_both(const Setting& setting) {
+int run_both(const EnvironmentVariable& setting) {
   UniqueFd listener = listen_at("127.0.0.1", "0");
   const pid_t child = ::fork();
   if (child == 0) {
@@ -260,7 +260,8 @@ int run_both(const Setting& setting) {
 
 int main(int count, char** words) try {
   if (count < 6) throw InvalidArgument("see the head of bench/network/rdma.cc");
-  const Setting setting{words[1], words[2], words[3], std::stoull(words[4]), std::stoi(words[5])};
+  const EnvironmentVariable setting{words[1], words[2], words[3], std::stoull(words[4]),
+                                    std::stoi(words[5])};
   const std::string where = count > 6 ? words[6] : "";
   if (where.empty()) return run_both(setting);
   if (where == "listen" && count == 8)

@@ -62,11 +62,11 @@ void compare(const char* title, clockid_t clock, int turns, std::vector<Row> row
   }
 }
 
-Table table_of(std::size_t elements, const char* rule) {
-  Table table;
+ParameterTable table_of(std::size_t elements, const char* rule) {
+  ParameterTable table;
   table.parameters = {{"w", {elements}}};
   table.codecs = {"none", "onebit", "int8"};
-  table.rule = make_rule(rule)->name();
+  table.rule = make_rule(rule).name;
   return table;
 }
 
@@ -176,18 +176,18 @@ std::pair<UniqueFd, UniqueFd> socket_pair() {
   return {UniqueFd(ends[0]), UniqueFd(ends[1])};
 }
 
-void wait(const std::shared_ptr<Call>& call) {
+void wait(const std::shared_ptr<ClientCall>& call) {
   while (!call->work().wait_for(1)) continue;
   call->work().rethrow();
 }
 
 // Servers, and clients of theirs, all in this process.
 struct Service {
-  Table table;
+  ParameterTable table;
   std::vector<std::unique_ptr<Server>> servers;
   std::vector<std::unique_ptr<Client>> clients;
 
-  Service(Table of, std::uint32_t shards) : table(std::move(of)) {
+  Service(ParameterTable of, std::uint32_t shards) : table(std::move(of)) {
     table.shards = shards;
     for (std::uint32_t i = 0; i < shards; ++i) {
       servers.push_back(std::make_unique<Server>(Server::Options{i, shards, nullptr}));
@@ -223,7 +223,7 @@ void service_beside_copies(std::size_t n, int turns) {
   for (int i = 0; i < 2; ++i) service.connect();
   wait(service.clients[0]->set({g}, Deadline::never()));
   const auto of_both = [&](const auto& begin) {
-    std::vector<std::shared_ptr<Call>> calls;
+    std::vector<std::shared_ptr<ClientCall>> calls;
     for (std::size_t i = 0; i < 2; ++i) calls.push_back(begin(*service.clients[i], w[i]));
     for (const auto& call : calls) wait(call);
   };
@@ -277,7 +277,7 @@ void many_clients(int turns) {
   fill(few, 4);
   fill(many, 64);
   const auto push = [&](Service& service) {
-    std::vector<std::shared_ptr<Call>> calls;
+    std::vector<std::shared_ptr<ClientCall>> calls;
     for (std::size_t i = 0; i < kPushes; i += service.clients.size()) {
       for (auto& client : service.clients)
         calls.push_back(client->push({g}, {}, Deadline::never(), Deadline::never()));

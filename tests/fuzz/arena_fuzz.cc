@@ -14,11 +14,11 @@
 namespace gradwire::fuzz {
 namespace {
 
-const transport::Options kOptions{.rank = 0, .size = 2, .max_message = 128, .messages = 2};
+const transport::LinkOptions kOptions{.rank = 0, .size = 2, .max_message = 128, .messages = 2};
 constexpr std::size_t kHeaders = 4096;  // what lies before the cells of so small an arena
 
-transport::Options peer_options() {
-  transport::Options options = kOptions;
+transport::LinkOptions peer_options() {
+  transport::LinkOptions options = kOptions;
   options.rank = 1;
   return options;
 }

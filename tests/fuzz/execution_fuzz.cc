@@ -19,7 +19,7 @@ constexpr std::size_t kElements = 100;
 constexpr std::uint32_t kCommunicator = 7;
 using Values = std::vector<float>;
 
-transport::Options options_of(Rank rank) {
+transport::LinkOptions options_of(Rank rank) {
   return {.rank = rank, .size = 2, .max_message = 256, .messages = 4};
 }
 

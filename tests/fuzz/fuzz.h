@@ -77,8 +77,8 @@ inline void say(const UniqueFd& socket, ConstBytes bytes) {
 }
 
 // What rank `from` begins a link to rank `to` with.
-inline std::vector<std::byte> hello_of(std::string_view kind, transport::Options options, Rank from,
-                                       Rank to) {
+inline std::vector<std::byte> hello_of(std::string_view kind, transport::LinkOptions options,
+                                       Rank from, Rank to) {
   options.rank = from;
   auto [near, far] = socket_pair();
   transport::send_hello(near.get(), {kind, from, to}, options);

@@ -19,21 +19,21 @@ namespace {
 using namespace serve;
 
 void read_table(ConstBytes text) {
-  const Table table = Table::parse(text_of(text));
-  require(Table::parse(table.text()) == table);
+  const ParameterTable table = ParameterTable::parse(text_of(text));
+  require(ParameterTable::parse(table.text()) == table);
   require(table.elements() >= table.shards);
 }
 
-Table small_table() {
-  Table table;
+ParameterTable small_table() {
+  ParameterTable table;
   table.parameters = {{"a", {100}}, {"b", {3, 11}}, {"c", {}}};
   table.rule = "adagrad";
   table.codecs = {"none", "fp16", "int8", "onebit", "threshold", "topk"};
   return table;
 }
 
-Table staged_table(DType dtype) {
-  Table table = small_table();
+ParameterTable staged_table(DType dtype) {
+  ParameterTable table = small_table();
   table.rule = kStaged;
   table.dtype = dtype;
   if (dtype == DType::kFloat64) table.codecs = {"none"};
@@ -47,7 +47,7 @@ void read_commands(ConstBytes bytes) {
 }
 
 // What cannot be done changes nothing, and the client goes on.
-void ask(Shard& shard, const Message& message) {
+void ask(Shard& shard, const ServeMessage& message) {
   const std::uint64_t version = shard.version();
   try {
     const bool may_change = message.header.extra != 0;
@@ -71,7 +71,7 @@ void take_frame(Shard& shard, Input& input) {
   std::vector<std::byte> frame(sizeof header + payload.size());
   std::memcpy(frame.data(), &header, sizeof header);
   if (!payload.empty()) std::memcpy(frame.data() + sizeof header, payload.data(), payload.size());
-  const Message message = parse(frame);
+  const ServeMessage message = parse(frame);
   if (message.header.op == Op::kSet) shard.set(1, message);
   if (message.header.op == Op::kPush) shard.push(1, message);
   if (message.header.op == Op::kAsk) ask(shard, message);
@@ -81,7 +81,7 @@ void take_frame(Shard& shard, Input& input) {
   while (!shard.pull_frame(1, pull, header, room, copy_cached)) continue;
 }
 
-void read_frames(Input& input, Table table) {
+void read_frames(Input& input, ParameterTable table) {
   Shard shard(std::move(table), 0);
   while (!input.empty()) take_frame(shard, input);
 }

@@ -8,7 +8,7 @@
 namespace gradwire::fuzz {
 namespace {
 
-const transport::Options kOptions{.rank = 0, .size = 2, .max_message = 512, .messages = 2};
+const transport::LinkOptions kOptions{.rank = 0, .size = 2, .max_message = 512, .messages = 2};
 
 void read_all(transport::Transport& transport) {
   while (const auto message = transport.peek(1)) {
@@ -28,7 +28,7 @@ void answer(transport::Transport& transport) {
 void listen(UniqueFd own, UniqueFd peer, Input& input, std::size_t piece) {
   const auto way = input.number<std::uint8_t>();
   const bool speaks_first = (way & 1) == 0, emulated = (way & 2) != 0;
-  transport::Options options = kOptions;
+  transport::LinkOptions options = kOptions;
   if (emulated) options.context = std::make_shared<transport::EmulatedLink>("1gbit");
   const auto transport = transport::make_transport(emulated ? "emulated" : "tcp", options);
   if (emulated) options.max_message += sizeof(transport::EmulatedLink::Flight);

@@ -1,4 +1,4 @@
-// Copies of memory: into the caches, or past them.
+// Copies of memory, into the caches or past them.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +10,9 @@ using Copy = void (*)(std::byte* to, const std::byte* from, std::size_t bytes) n
 
 void copy_cached(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;
 
-// Copies with streaming stores, which leave no line in this core's cache: for readers that would
-// take longer to fetch a line from this cache than from memory. All stores are done on return, so a
-// later release store orders them like any other. Does what copy_cached() does where the processor
-// has no such stores.
+// Copies with streaming stores, which bypass this core's cache: for readers that fetch a line
+// faster from memory than from this cache. Ends with a store fence, so that a later release store
+// orders these stores too. The same as copy_cached() where the processor has no such stores.
 void copy_streaming(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// An absolute point in time by which a wait must end; one is made per call and handed down.
+// Deadline: an absolute point in time by which a wait must end. A call makes one and passes it on.
 #pragma once
 
 #include <algorithm>
@@ -31,16 +31,17 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
 
   static Deadline never() { return Deadline(Clock::time_point::max()); }
-  // Returns a deadline that has passed by every clock.
+  // Returns a deadline that has always passed.
   static Deadline at_once() { return Deadline(Clock::time_point::min()); }
-  // Returns the time `seconds` from now: zero or less has already passed, more than ten years means
+  // Returns the time `seconds` from now. Zero or less has already passed; more than ten years means
   // never.
   static Deadline after(double seconds) { return after(Clock::now(), seconds); }
-  // Returns the same at a low cost, but up to a few milliseconds late.
+  // The same, cheaper, but up to a few milliseconds late.
   static Deadline about(double seconds) {
     return after(CoarseClock::now() + CoarseClock::tick(), seconds);
   }
 
+  // Returns the time `seconds` before this one.
   Deadline earlier(double seconds) const {
     const bool is_extreme = is_never() || *this == at_once();
     return is_extreme ? *this
@@ -52,7 +53,7 @@ class Deadline {
 
   bool is_never() const { return when_ == Clock::time_point::max(); }
   bool passed() const { return !is_never() && Clock::now() >= when_; }
-  // Returns what passed() does at a low cost, but up to a few milliseconds late.
+  // The same as passed(), cheaper, but up to a few milliseconds late.
   bool passed_about() const { return !is_never() && CoarseClock::now() >= when_; }
 
   // Returns the milliseconds left, rounded up and at most `cap`, for poll().

@@ -1,6 +1,6 @@
-// DLPack: the C structs of DLPack 1 (https://dmlc.github.io/dlpack/latest/c_api.html), which say
-// where an array of any library lies. They come from foreign code, so every field is checked before
-// it is used.
+// DLPack: the C structs of DLPack 1 (https://dmlc.github.io/dlpack/latest/c_api.html), which
+// describe arrays of any library. They come from foreign code, so every field is checked before it
+// is used.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ struct DLPackArray {
   std::size_t element_bytes = 0;
   std::vector<std::int64_t> shape;
   bool contiguous = false;  // row-major without gaps
-  bool writable = true;     // what is written to this memory reaches the array
+  bool writable = true;     // false for read-only arrays and for copies
 };
 
 // Throws InvalidArgument for values that no library may give (negative sizes, memory that wraps

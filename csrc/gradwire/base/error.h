@@ -42,15 +42,15 @@ class RendezvousError : public Error {
   using Error::Error;
 };
 
-// An error that one rank caused. peer() is its number in the communicator that failed, or kNoPeer
-// where it is not known or no member; job_peer() is its number in the job, or kNoPeer.
+// An error that one rank caused. peer() is its rank in the communicator that failed, or kNoPeer
+// where it is unknown or not a member; job_peer() is its rank in the job, or kNoPeer.
 class PeerError : public Error {
  public:
   PeerError(const std::string& message, Rank peer, Rank job_peer = kNoPeer, bool alone = false)
       : Error(message), peer_(peer), job_peer_(job_peer), alone_(alone) {}
   Rank peer() const noexcept { return peer_; }
   Rank job_peer() const noexcept { return job_peer_; }
-  // Returns whether that rank's program ended only this communicator, and goes on with its others.
+  // Returns whether that rank ended only this communicator, and goes on with its others.
   bool alone() const noexcept { return alone_; }
 
  private:

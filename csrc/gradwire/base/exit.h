@@ -2,8 +2,8 @@
 
 namespace gradwire {
 
-// Makes this process, which is about to exit, exit with `status` where it would exit with success.
-// All atexit() handlers still run.
+// Makes this process exit with `status` where it would exit with 0. To be called when it is about
+// to exit; all atexit() handlers still run.
 void end_with(int status) noexcept;
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// Log: receives the core's messages that no call would report in time, one line each.
+// Log: receives the core's messages that no call can report, one line each.
 #pragma once
 
 #include <functional>
@@ -8,8 +8,8 @@ namespace gradwire {
 
 using Log = std::function<void(std::string_view line)>;
 
-// Writes "gradwire: LINE" to standard error, in one write. It takes no lock and never blocks: a
-// line for which a full pipe has no room is lost.
+// Writes "gradwire: LINE" to standard error, in one write. Takes no lock and never blocks: a line
+// is lost where a pipe has no room for it.
 void log_to_stderr(std::string_view line) noexcept;
 
 }  // namespace gradwire

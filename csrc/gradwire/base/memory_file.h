@@ -1,4 +1,4 @@
-// Shared memory behind a file descriptor, without a name in any file system. It can be sealed.
+// Shared memory with a file descriptor and no name in any file system, which can be sealed.
 #pragma once
 
 #include <linux/memfd.h>
@@ -9,8 +9,8 @@
 
 namespace gradwire {
 
-// Returns an invalid descriptor where the kernel makes none; errno says why. This is a system call,
-// because glibc wraps it only from 2.27 on and the wheels run on older versions too.
+// Returns an invalid descriptor, and sets errno, where the kernel makes none. A system call, since
+// glibc wraps it from 2.27 on and the wheels run with older versions.
 inline UniqueFd make_memory_file(const char* name) noexcept {
   return UniqueFd(
       static_cast<int>(::syscall(SYS_memfd_create, name, MFD_CLOEXEC | MFD_ALLOW_SEALING)));

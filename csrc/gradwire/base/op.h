@@ -15,12 +15,12 @@ struct OpSpec {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   Rank root = 0;
-  std::vector<std::uint64_t> counts;  // elements of each extent, in order
+  std::vector<std::uint64_t> counts;  // elements of each array, in order
   std::string algorithm;              // the schedule's name
   std::uint64_t schedule_digest = 0;  // digest of its text: two schedules of one name differ
   std::string codec;                  // canonical, with parameters: "none", "topk:density=0.001"
   std::uint64_t model = 0;            // digest of the cost model that chose; 0: the caller chose
-  std::string moved;  // the caller's name for the elements, if they are moved as `dtype`
+  std::string moved;  // the caller's element type, where elements are moved as `dtype`
 
   // Returns FNV-1a over every field, folded to 32 bits; the same on every machine.
   std::uint32_t fingerprint() const;

@@ -1,10 +1,9 @@
-// What a thread does between two reads of a word that another thread will write.
+// Spinning: what a thread does between two reads of memory that another thread will write.
 #pragma once
 
 namespace gradwire {
 
-// Yields this core's resources to its other hardware thread for a moment. The compiler then reads
-// memory anew.
+// Yields the core to its other hardware thread for a moment. A compiler barrier, too.
 inline void pause_spinning() noexcept {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -13,7 +12,7 @@ inline void pause_spinning() noexcept {
 #endif
 }
 
-// How often a thread that waits yields its core after it has spun, and before it sleeps.
+// How many times a waiting thread yields, after it has spun and before it sleeps.
 inline constexpr unsigned kYields = 20;
 
 }  // namespace gradwire

@@ -1,4 +1,5 @@
-// StopRequest: whether a process asks its job to stop, because a signal came or its time is over.
+// StopRequest: a process's request that its job stop, because of a signal or a time limit. Any
+// thread, and a signal handler, may use it.
 #pragma once
 
 #include <atomic>
@@ -10,7 +11,7 @@ namespace gradwire {
 class StopRequest {
  public:
   void make() noexcept { made_ = true; }
-  // Makes the request at a time, in seconds since 1970.
+  // Makes the request at that time, in seconds since 1970.
   void make_at(double seconds) noexcept { at_ = seconds; }
   // Once true, it stays so, even if the clock is set back.
   bool made() const noexcept {

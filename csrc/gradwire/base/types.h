@@ -12,7 +12,7 @@ using Rank = int;
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// Returns a rank, or another number that is not negative, as an index.
+// Returns a rank, or another non-negative number, as an index.
 constexpr std::size_t at(int i) noexcept { return static_cast<std::size_t>(i); }
 
 enum class DType : std::uint8_t {

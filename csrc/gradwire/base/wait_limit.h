@@ -1,4 +1,4 @@
-// WaitLimit: when a wait ends, by a deadline or by the caller's interrupt (Ctrl-C, abort()).
+// WaitLimit: what ends a wait: a deadline, or the caller's interrupt (Ctrl-C, abort()).
 #pragma once
 
 #include <functional>
@@ -14,14 +14,14 @@ inline constexpr int kInterruptMilliseconds = 100;
 
 class WaitLimit {
  public:
-  // A waiting thread calls it now and then. It throws to end the wait, as Ctrl-C does.
+  // A waiting thread calls it repeatedly. It throws to end the wait.
   using Interrupt = std::function<void()>;
 
   WaitLimit(Deadline deadline, Interrupt interrupt = nullptr)
       : deadline_(deadline), interrupt_(std::move(interrupt)) {}
 
   bool passed() const { return deadline_.passed(); }
-  // Returns the timeout of one poll() of the wait. Call check_interrupt() after each poll().
+  // Returns the timeout of one poll() of the wait, after which to call check_interrupt().
   int turn_milliseconds() const { return deadline_.milliseconds_left(kInterruptMilliseconds); }
   void check_interrupt() const {
     if (interrupt_) interrupt_();

@@ -1,6 +1,6 @@
-// The header in front of every frame of a data link, of fixed size and little endian. The receiver
-// checks it and never dispatches on it: the Plan already knows which frame must come next on each
-// link, so a header that differs is an error that names the peer, not a wrong sum.
+// The header in front of every frame of a data link: of fixed size, little endian. The receiver
+// checks it and never dispatches on it: its Plan says which frame comes next on each link, and a
+// header that differs is an error that names the peer.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,12 @@ struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   std::uint32_t communicator = 0;  // which communicator of the job
   std::uint32_t operation = 0;     // sequence number of the operation, modulo 2^32
-  std::uint32_t fingerprint = 0;   // OpSpec::fingerprint(): both ends mean the same operation
-  std::uint32_t segment = 0;       // instance of the schedule; for send, the part of the message
+  std::uint32_t fingerprint = 0;   // OpSpec::fingerprint() of the operation
+  std::uint32_t segment = 0;       // the segment of the call; for send, which frame of the message
   std::uint16_t round = 0;
   std::uint16_t flags = 0;     // FrameFlags
   std::uint32_t length = 0;    // payload bytes that follow
-  std::uint32_t segments = 0;  // frames of the message: both ends must cut it alike
+  std::uint32_t segments = 0;  // frames of the message, the same at both ends
 
   bool operator==(const FrameHeader&) const = default;
 };

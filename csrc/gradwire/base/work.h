@@ -1,4 +1,4 @@
-// Work: one operation in flight. The driver, which finishes it, shares it with whoever waits.
+// Work: one operation in flight, shared by the driver, which finishes it, and those who wait.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ namespace gradwire {
 
 class Work {
  public:
-  // A thread that is blocked until the operation is over, for as long as this exists.
+  // Marks the operation, while this exists, as one for which a thread is blocked.
   class Waiter {
    public:
     explicit Waiter(Work& work) noexcept : work_(work) { ++work_.blocked_; }
@@ -29,7 +29,7 @@ class Work {
   bool done() const noexcept { return done_; }
   // Returns whether a Waiter exists, or set_awaited() was called.
   bool awaited() const noexcept { return blocked_ > 0; }
-  // Says, for good, that the program is blocked until the operation is over.
+  // Marks the operation, for good, as one for which the program is blocked.
   void set_awaited() noexcept { ++blocked_; }
 
   // Sleeps until the operation is over or `seconds` have passed; returns true if it is over. Never
@@ -51,8 +51,8 @@ class Work {
   // Returns the rank that a recv's message came from, when it is done.
   Rank source() const noexcept { return done_ ? source_ : kNoPeer; }
 
-  // Ends the operation. A waiter counts itself and then looks; this says that it is over and then
-  // reads the count: so one of the two sees the other.
+  // Ends the operation. Waiters count themselves, then read done_; this sets done_, then reads the
+  // count: so one of the two sees the other.
   void finish(std::exception_ptr error, Rank source = kNoPeer) noexcept {
     if (error) error_ = std::move(error);
     if (source != kNoPeer) source_ = source;
@@ -64,8 +64,7 @@ class Work {
     over_.notify_all();
   }
 
-  // Prepares for another operation. Only while nobody else holds it, and after no error, since an
-  // error ends its communicator.
+  // Prepares for another operation. Only while nobody else holds it, and not after an error.
   void reuse() noexcept {
     done_ = false;
     blocked_ = 0;

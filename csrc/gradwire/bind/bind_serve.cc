@@ -23,7 +23,7 @@ namespace {
 using namespace serve;
 using std::shared_ptr;
 using WithoutLock = py::call_guard<Unlocked>;
-using Context = shared_ptr<transport::Context>;
+using Context = shared_ptr<transport::TransportContext>;
 using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
 using Parameters = std::vector<std::pair<std::string, std::vector<std::uint64_t>>>;
 
@@ -67,10 +67,10 @@ struct ServeServer {
 // Holds the memory of calls that are not over, which the client's thread reads and writes: so it is
 // declared first, and released last.
 struct ServeClient {
-  std::vector<std::pair<shared_ptr<Call>, py::object>> held{};
+  std::vector<std::pair<shared_ptr<ClientCall>, py::object>> held{};
   OwnedHere<Client> client;
 
-  shared_ptr<Call> keep(shared_ptr<Call> call, py::object memory) {
+  shared_ptr<ClientCall> keep(shared_ptr<ClientCall> call, py::object memory) {
     std::erase_if(held, [](const auto& each) { return each.first->work().done(); });
     held.emplace_back(call, std::move(memory));
     return call;
@@ -89,10 +89,10 @@ std::string table_text(const Parameters& parameters, const std::string& rule,
                        const std::vector<std::string>& codecs, std::uint32_t shards,
                        bool atomic_push, bool divide, std::optional<std::uint64_t> max_staleness,
                        const std::string& dtype) {
-  Table table;
+  ParameterTable table;
   table.dtype = dtype == name_of(DType::kFloat64) ? DType::kFloat64 : DType::kFloat32;
   for (const auto& [name, shape] : parameters) table.parameters.push_back({name, shape});
-  table.rule = make_rule(rule)->name();
+  table.rule = make_rule(rule).name;
   for (const std::string& each : codecs)
     if (const std::string name = codec::make_codec(each)->name();
         std::ranges::find(table.codecs, name) == table.codecs.end())
@@ -116,7 +116,7 @@ py::array_t<float> array_of(std::vector<float> values) {
 
 py::dict dict_of(Snapshot snapshot) {
   py::dict slots;
-  for (auto& slot : snapshot.slots) slots[py::str(slot.name)] = array_of(std::move(slot.values));
+  for (auto& slot : snapshot.arrays) slots[py::str(slot.name)] = array_of(std::move(slot.values));
   py::dict out;
   out["table"] = snapshot.table;
   out["shard"] = snapshot.shard;
@@ -132,7 +132,7 @@ Snapshot snapshot_of(std::string table, std::uint32_t shard, std::uint64_t versi
                      std::vector<std::uint64_t> steps, const Slots& slots) {
   Snapshot snapshot{std::move(table), shard, version, std::move(steps), {}};
   for (const auto& [name, values] : slots)
-    snapshot.slots.push_back({name, {values.data(), values.data() + values.size()}});
+    snapshot.arrays.push_back({name, {values.data(), values.data() + values.size()}});
   return snapshot;
 }
 
@@ -164,7 +164,7 @@ void bind_server(py::module_& m) {
           "restored",
           [](const std::string& table, std::uint32_t shard, std::uint64_t version,
              std::vector<std::uint64_t> steps, const Slots& slots, bool log) {
-            const auto shards = Table::parse(table).shards;
+            const auto shards = ParameterTable::parse(table).shards;
             return started(std::make_unique<Server>(
                 options_of(shard, shards, log),
                 snapshot_of(table, shard, version, std::move(steps), slots)));
@@ -229,37 +229,38 @@ Command command_of(const py::tuple& given) {
   if (kind == "absmax") return command::Absmax{text(1)};
   if (kind == "abssum") return command::Abssum{text(1)};
   if (kind == "combine")
-    return command::Combine{text(1), given[2].cast<decltype(command::Combine::terms)>()};
-  if (kind == "copy") return command::Copy{text(1), text(2)};
+    return command::WeightedSum{text(1), given[2].cast<decltype(command::WeightedSum::terms)>()};
+  if (kind == "copy") return command::CopyVector{text(1), text(2)};
   if (kind == "drop") return command::Drop{text(1)};
-  if (kind == "names") return command::Names{};
+  if (kind == "names") return command::ListNames{};
   if (kind == "discard") {
     const auto batch = given[1].cast<std::optional<std::uint64_t>>();
     return command::Discard{!batch, batch.value_or(0)};
   }
   if (kind != "fold") throw InvalidArgument("there is no command '" + kind + "'");
-  command::Fold fold{text(1), given[2].cast<std::uint64_t>()};
+  command::FoldPushes fold{text(1), given[2].cast<std::uint64_t>()};
   for (const auto& [replica, sequence] : given[3].cast<Pushes>())
     fold.pushes.push_back({replica, sequence});
   return fold;
 }
 
 // Returns for each shard, for each command, its numbers and its names.
-auto results_of(const Call& call) {
+auto results_of(const ClientCall& call) {
   using Pair = std::pair<std::vector<std::vector<double>>, std::vector<std::string>>;
   std::vector<std::vector<Pair>> out;
   for (const auto& shard : call.results()) {
     auto& results = out.emplace_back();
-    for (const Result& each : shard) results.emplace_back(each.numbers, each.names);
+    for (const CommandResult& each : shard) results.emplace_back(each.numbers, each.names);
   }
   return out;
 }
 
-shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
-                      std::vector<std::string> codecs, shared_ptr<codec::ErrorFeedback> feedback,
-                      float rate, bool strict, double timeout, py::object memory,
-                      std::vector<std::uint64_t> versions, const std::optional<Staged>& staged) {
-  shared_ptr<Call> call;
+shared_ptr<ClientCall> push(ServeClient& self, const Addresses& gradients,
+                            std::vector<std::string> codecs,
+                            shared_ptr<codec::ErrorFeedback> feedback, float rate, bool strict,
+                            double timeout, py::object memory, std::vector<std::uint64_t> versions,
+                            const std::optional<Staged>& staged) {
+  shared_ptr<ClientCall> call;
   {
     const Unlocked unlocked;
     const WaitLimit limit = limit_of(timeout);
@@ -281,7 +282,7 @@ shared_ptr<Call> push(ServeClient& self, const Addresses& gradients,
 }
 
 // Returns whether the call was over within `seconds`.
-bool wait(ServeClient& self, const Call& call, double seconds) {
+bool wait(ServeClient& self, const ClientCall& call, double seconds) {
   self.client.get();  // throws in a fork, where no thread would end the call
   const Unlocked unlocked;
   const WaitLimit limit = limit_of(seconds);
@@ -297,26 +298,27 @@ std::unique_ptr<ServeClient> make_client(const std::string& table, ClientId id,
                                          const std::vector<ServeChannel*>& shards) {
   std::vector<std::unique_ptr<Channel>> channels;
   for (ServeChannel* each : shards) channels.push_back(each->channel.take());
-  auto client = std::make_unique<Client>(Table::parse(table), id, std::move(channels));
+  auto client = std::make_unique<Client>(ParameterTable::parse(table), id, std::move(channels));
   client->start();
   return std::make_unique<ServeClient>(ServeClient{.client = OwnedHere(std::move(client))});
 }
 
 void bind_client(py::module_& m) {
-  py::class_<Call, shared_ptr<Call>>(m, "ServeCall")
-      .def("done", [](const Call& self) { return self.work().done(); })
-      .def("texts", &Call::texts)
+  py::class_<ClientCall, shared_ptr<ClientCall>>(m, "ServeCall")
+      .def("done", [](const ClientCall& self) { return self.work().done(); })
+      .def("texts", &ClientCall::texts)
       .def("results", &results_of)
-      .def("versions", &Call::versions)
-      .def("refusals", &Call::refusals)
-      .def("copied", &Call::copied);
+      .def("versions", &ClientCall::versions)
+      .def("refusals", &ClientCall::refusals)
+      .def("copied", &ClientCall::copied);
   py::class_<ServeClient>(m, "ServeClient")
       .def(py::init(&make_client), py::arg("table"), py::arg("client"), py::arg("shards"))
       .def(
           "join",
           [](ServeClient& self, double timeout, bool coordinator) {
-            return self.client.get().join(Deadline::after(timeout),
-                                          coordinator ? Role::kCoordinator : Role::kReplica);
+            return self.client.get().join(Deadline::after(timeout), coordinator
+                                                                        ? ClientRole::kCoordinator
+                                                                        : ClientRole::kReplica);
           },
           py::arg("timeout"), py::arg("coordinator") = false)
       .def(

@@ -7,14 +7,14 @@
 
 namespace gradwire::bind {
 
-using transport::Context;
-using transport::Kind;
+using transport::TransportContext;
+using transport::TransportKind;
 
 namespace {
 
 using Texts = std::vector<std::string>;
 
-std::string_view reach_of(const Kind& kind) {
+std::string_view reach_of(const TransportKind& kind) {
   switch (kind.reach) {
     case transport::Reach::kProcess:
       return "process";
@@ -29,9 +29,9 @@ std::string_view reach_of(const Kind& kind) {
 }
 
 // Returns the fields of Python's TransportKind, in its order.
-py::tuple fields_of(const Kind& kind) {
+py::tuple fields_of(const TransportKind& kind) {
   std::vector<std::array<std::string_view, 3>> settings;
-  for (const transport::Setting& each : kind.settings)
+  for (const transport::EnvironmentVariable& each : kind.settings)
     settings.push_back({each.name, each.meaning, each.unset});
   return py::make_tuple(kind.name, reach_of(kind), kind.sockets == transport::Sockets::kUnix,
                         kind.by_default, settings);
@@ -39,22 +39,22 @@ py::tuple fields_of(const Kind& kind) {
 
 std::vector<py::tuple> kinds() {
   std::vector<py::tuple> all;
-  for (const Kind* kind : transport::transport_kinds()) all.push_back(fields_of(*kind));
+  for (const TransportKind* kind : transport::transport_kinds()) all.push_back(fields_of(*kind));
   return all;
 }
 
-std::pair<std::shared_ptr<Context>, std::string> open(const std::string& name,
-                                                      const transport::Settings& settings) {
-  transport::Opened opened = transport::open_transport(name, settings);
+std::pair<std::shared_ptr<TransportContext>, std::string> open(
+    const std::string& name, const transport::Settings& settings) {
+  transport::OpenedTransport opened = transport::open_transport(name, settings);
   return {std::move(opened.context), std::move(opened.why_not)};
 }
 
 }  // namespace
 
 void bind_transport(py::module_& m) {
-  py::class_<Context, std::shared_ptr<Context>>(m, "TransportContext")
-      .def("describe", &Context::describe)
-      .def("networks", &Context::networks, py::arg("only"));
+  py::class_<TransportContext, std::shared_ptr<TransportContext>>(m, "TransportContext")
+      .def("describe", &TransportContext::describe)
+      .def("networks", &TransportContext::networks, py::arg("only"));
   m.def("transport_kinds", &kinds);
   m.def("open_transport", &open, py::arg("name"), py::arg("settings"));
 }

@@ -1,5 +1,5 @@
-// The functions of OpenSSL's libcrypto that gradwire calls, of version 1.1.1 or 3. They are found
-// at run time, so that no build needs OpenSSL. Only functions that both versions have are used.
+// The functions of OpenSSL's libcrypto that gradwire calls, of version 1.1.1 or 3. The library is
+// loaded at run time, so that no build needs OpenSSL. Only functions of both versions are used.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace gradwire::crypto {
 
-// OpenSSL's types, which nobody here looks into.
+// OpenSSL's opaque types.
 struct Engine;
 struct Digest;
 struct CipherKind;

@@ -1,12 +1,12 @@
 // Noise: the handshake Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34). Both ends
-// know a pre-shared key; each brings a fresh X25519 key, so that who learns the former later cannot
-// decrypt what was recorded.
+// know a pre-shared key; each brings a fresh X25519 key, so that the pre-shared key does not
+// decrypt recorded traffic (forward secrecy).
 //
 //   -> psk, e      the initiator's first message
-//   <- e, ee       the responder's; from then on both have keys that nobody else has
+//   <- e, ee       the responder's; from then on both have keys of their own
 //
-// The initiator's first message can be repeated by anybody who has recorded it. So a responder must
-// not believe in the initiator before it has read a third one.
+// The first message can be replayed by anybody who has recorded it. So a responder must not trust
+// the initiator before it has read a third message.
 #pragma once
 
 #include <memory>
@@ -24,8 +24,8 @@ class Noise {
   using Message = std::vector<std::byte>;
   static constexpr std::size_t kOverhead = kKeyBytes + kTagBytes;  // of the first two messages
 
-  // `prologue` is what both ends have said before; `psk` has 32 bytes. Both ends must give the
-  // same. Throws InvalidArgument for a key of another size. A fixed key pair is for tests.
+  // `prologue`: what both ends have exchanged before. `psk`: the pre-shared key of 32 bytes; throws
+  // InvalidArgument for another size. Both must be the same at both ends. `fixed` is for tests.
   Noise(Role role, ConstBytes prologue, ConstBytes psk, std::optional<KeyPair> fixed = {});
 
   // Returns the next message, with an encrypted payload. Ends take turns in the first two.
@@ -34,7 +34,7 @@ class Noise {
   // has another pre-shared key or prologue, or the message was changed.
   Message read(ConstBytes message);
 
-  // The hash of all that both ends have said, after two messages.
+  // Returns the hash of all that both ends have exchanged, after two messages.
   ConstBytes hash() const noexcept { return hash_.bytes(); }
   // Returns keys for the socket, for this cipher: the same at both ends after two messages.
   std::shared_ptr<Seal> seal(Cipher cipher) const;

@@ -1,5 +1,5 @@
 // SHA-256, HMAC, X25519 and authenticated encryption, by libcrypto. All throw RendezvousError where
-// there is none. What they hold is wiped at its end.
+// libcrypto is missing. Keys are wiped when they are destroyed.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ class KeyPair {
   explicit KeyPair(const Key& private_key);  // for tests with published keys
 
   ConstBytes public_key() const noexcept { return public_; }
-  // Returns the secret shared with the owner of another public key, of 32 bytes. Throws
-  // TransportError for one with which everybody shares the same.
+  // Returns the secret shared with the owner of another public key of 32 bytes. Throws
+  // TransportError for a weak key, with which everybody would share the same secret.
   Key agree(ConstBytes other) const;
 
  private:
@@ -51,21 +51,20 @@ enum class Cipher : std::uint8_t { kAes128Gcm, kAes256Gcm, kChaCha20Poly1305 };
 inline constexpr std::size_t kTagBytes = 16;
 enum class Direction : int { kOpen = 0, kSeal = 1 };
 
-// One key, used in one direction, with a counter of its own as the nonce. It takes the next key
-// every 2^20 messages, long before AES-GCM's bounds, by a one-way step that both ends make.
+// One key for one direction, with a counter as the nonce. Both ends derive the next key every 2^20
+// messages, long before AES-GCM's bounds.
 class Aead {
  public:
   Aead(Cipher cipher, const Key& key, Direction direction);
 
-  // Does what needs no bytes of the next message. Whoever has nothing else to do calls it, so that
-  // seal() or open() takes less time then.
+  // Prepares for the next message, as far as that needs no bytes of it. To be called when there is
+  // nothing else to do: seal() or open() then takes less time.
   void prepare() noexcept;
-  // Encrypts `plain` into `out`, of kTagBytes more; `out` may be the same memory. `associated` is
-  // covered, but stays as it is.
+  // Encrypts `plain` into `out`, which has kTagBytes more and may be the same memory. `associated`
+  // is authenticated, but not encrypted.
   void seal(ConstBytes associated, ConstBytes plain, std::byte* out);
-  // Decrypts into `out`, of kTagBytes fewer, which may be the same memory. Returns whether the
-  // bytes are those that the other end has sealed, in their order; otherwise `out` is worth
-  // nothing.
+  // Decrypts into `out`, which has kTagBytes fewer and may be the same memory. Returns whether the
+  // bytes are the other end's next sealed message; if not, the contents of `out` are unspecified.
   [[nodiscard]] bool open(ConstBytes associated, ConstBytes sealed, std::byte* out);
 
  private:

@@ -1,8 +1,6 @@
-// Seal: the two keys of one socket. What is sent over it is encrypted, and what arrives is shown
-// only if it is what the other end has sealed, in the same order. So bytes that were flipped,
-// dropped, repeated or reordered on the way are found out; the end of a stream is the caller's.
-//
-// One thread at a time seals, and one opens.
+// Seal: the two keys of one socket. It encrypts what is sent, and rejects whatever is not the other
+// end's next message: bytes that were flipped, dropped, repeated or reordered. A truncated stream
+// is for the caller to detect. One thread at a time may seal, and one open.
 #pragma once
 
 #include <optional>
@@ -13,7 +11,7 @@
 
 namespace gradwire::crypto {
 
-// What errors say of bytes that do not open.
+// The text of errors for bytes that do not open.
 inline constexpr const char* kChanged =
     "bytes from it were changed, lost or added on the way (or another program talks in between)";
 
@@ -26,7 +24,7 @@ class Seal {
 
   Cipher cipher() const noexcept { return cipher_; }
 
-  // Single messages, whose header travels in clear: see Aead.
+  // Single messages, whose header is sent in clear: see Aead.
   void seal(ConstBytes header, ConstBytes plain, std::byte* out) {
     sends_.seal(header, plain, out);
   }
@@ -34,18 +32,18 @@ class Seal {
     return receives_.open(header, sealed, sealed.data());
   }
 
-  // Does beforehand what seal() or open() of the next message can do without it.
+  // See Aead::prepare().
   void prepare_to_seal() noexcept { sends_.prepare(); }
   void prepare_to_open() noexcept { receives_.prepare(); }
 
   // A stream of bytes, as records: the length of the plain bytes in 4, little endian; the sealed
   // bytes. Returns records of all of `plain`.
   std::string records(std::string_view plain);
-  // Takes what has arrived of a stream, in pieces of any size. Returns what is complete of it;
-  // nullopt for bytes that do not open, and from then on.
+  // Takes the next bytes of a stream, any number of them. Returns the plain bytes of all records
+  // that are complete; nullopt for bytes that do not open, and ever after.
   std::optional<std::string> opened(std::string_view arrived);
-  // Returns how many bytes are missing of the record that arrives: with no more, opened() returns
-  // at most one.
+  // Returns how many bytes the next record still lacks: given no more, opened() returns at most one
+  // record.
   std::size_t missing() const noexcept;
 
  private:

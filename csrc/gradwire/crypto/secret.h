@@ -1,4 +1,4 @@
-// Secret: bytes that are wiped when they are not needed any more.
+// Secret: bytes that are wiped when they are destroyed.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,7 @@
 
 namespace gradwire::crypto {
 
-// Overwrites bytes that nobody reads any more; a compiler must not leave it out for that. It needs
-// no library, since secrets also end where there is none.
+// Overwrites bytes, in a way that no compiler leaves out because nobody reads them again.
 inline void wipe(Bytes bytes) noexcept {
   std::ranges::fill(bytes, std::byte{0});
   asm volatile("" : : "r"(bytes.data()) : "memory");

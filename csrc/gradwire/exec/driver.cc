@@ -19,9 +19,9 @@ namespace {
 constexpr unsigned kTurnsBetweenChecks = 16;
 constexpr double kCheckSeconds = 0.02;
 
-transport::Options link_options(const Identity& identity, const Tuning& tuning,
-                                transport::Bells& bells) {
-  transport::Options options;
+transport::LinkOptions link_options(const Identity& identity, const Tuning& tuning,
+                                    transport::Bells& bells) {
+  transport::LinkOptions options;
   options.rank = identity.rank;
   options.size = identity.size;
   options.max_message = tuning.max_message;
@@ -30,9 +30,9 @@ transport::Options link_options(const Identity& identity, const Tuning& tuning,
   return options;
 }
 
-transport::Options transfer_options(const Identity& identity, const Tuning& tuning,
-                                    transport::Bells& bells) {
-  transport::Options options = link_options(identity, tuning, bells);
+transport::LinkOptions transfer_options(const Identity& identity, const Tuning& tuning,
+                                        transport::Bells& bells) {
+  transport::LinkOptions options = link_options(identity, tuning, bells);
   options.max_message = std::min<std::size_t>(tuning.max_message, 64 * 1024);
   options.messages_per_peer = 4;  // a peer that does not receive holds up no other
   options.messages = std::max(4, options.messages_per_peer * (identity.size - 1));

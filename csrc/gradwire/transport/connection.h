@@ -1,5 +1,4 @@
-// Connection: an authenticated stream socket, with the keys of the handshake where what goes over
-// it is sealed. One owner.
+// Connection: an authenticated stream socket with one owner, and the keys that seal its traffic.
 #pragma once
 
 #include <memory>
@@ -10,18 +9,17 @@
 
 namespace gradwire::transport {
 
-// The two borrowed.
+// A Connection's socket and keys, borrowed.
 struct Stream {
   int socket = -1;
-  crypto::Seal* seal = nullptr;  // none: plain
+  crypto::Seal* seal = nullptr;  // null: the traffic is plain
 
-  Stream(int borrowed, crypto::Seal* keys = nullptr)  // a plain socket is a stream, too
-      : socket(borrowed), seal(keys) {}
+  Stream(int borrowed, crypto::Seal* keys = nullptr) : socket(borrowed), seal(keys) {}
 };
 
 struct Connection {
   UniqueFd socket;
-  std::shared_ptr<crypto::Seal> seal;
+  std::shared_ptr<crypto::Seal> seal;  // null: the traffic is plain
 
   Connection() = default;
   Connection(UniqueFd owned, std::shared_ptr<crypto::Seal> keys = {})

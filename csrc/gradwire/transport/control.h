@@ -1,10 +1,11 @@
 // Control: one authenticated socket to every other rank of a communicator, beside the data links.
-// It carries few bytes, and tells the root cause of a failure: who failed and why, who waits for
-// whom, who closed cleanly.
+// It carries few bytes, from which ranks learn the root cause of a failure: who failed and why, who
+// waits for whom, who closed cleanly.
 //
-// One thread at a time uses it, the communicator's driver. Nothing blocks. A peer that computes may
-// not read for long. It is sent a few frames that only inform, then none, so that the final ones
-// (kFailure, kBye) always fit, and TCP never takes its closed window for a dead host.
+// One thread at a time uses it: the communicator's driver. No call blocks, except release(). A peer
+// that computes may read nothing for long. Such a peer is sent at most 64 unread frames that only
+// inform, so that the final ones (kFailure, kBye) always fit, and TCP does not take its closed
+// window for a dead host.
 #pragma once
 
 #include <array>
@@ -23,16 +24,16 @@ namespace gradwire::transport {
 enum class ControlType : std::uint8_t {
   kFailure = 1,   // culprit, kind, reason: the sender's communicator is dead
   kBye = 2,       // the sender closed cleanly; its silence is no failure
-  kPosition = 3,  // the sender's position: in its last call or not, and what it waits for there
-  kAck = 4,       // carries only `received`, when no other frame has for long
-  kInquiry = 5,   // ranks differ in call `value` or before it: what did you call?
-  kAnswer = 6,    // one of the calls before it or, with kLast, the last of all
+  kPosition = 3,  // whether the sender is in its last call, and what it waits for there
+  kAck = 4,       // carries only `received`, where no other frame has carried it for long
+  kInquiry = 5,   // asks for the receiver's calls: ranks differ in call `value` or before it
+  kAnswer = 6,    // one of these calls; with kLast, the last of them
 };
 
 enum ControlFlags : std::uint32_t {
   kInCall = 1,  // kPosition: the last call is still in flight
   kAsks = 2,    // kPosition: the receiver is to answer with its own position
-  kLast = 4,    // kAnswer: there are no more
+  kLast = 4,    // kAnswer: no more follow
   kAlone = 8,   // kFailure, kBye: a program ended this communicator, and goes on with its others
   kElsewhere = 16,  // kPosition: the sender waits in another communicator
 };
@@ -46,8 +47,8 @@ enum class FailureKind : std::uint8_t {
   kOther = 5,
 };
 
-// One frame; all have the same size. It is not trusted: type, kind and ranks are checked on
-// arrival. Every frame but kFailure and kAck describes the sender's calls.
+// What one control message carries; all have the same size. It is not trusted: type, kind and ranks
+// are checked on arrival. Every frame but kFailure and kAck describes the sender's calls.
 struct ControlFrame {
   std::uint32_t magic = 0x32435247;  // "GRC2"
   ControlType type = ControlType::kFailure;
@@ -77,15 +78,15 @@ constexpr std::string_view kReleasedMagic = "GRS2";
 void set_text(ControlFrame& frame, std::string_view text) noexcept;
 std::string text_of(const ControlFrame& frame);
 
-// A frame from a peer, or the end of its socket without a BYE (`gone`), which is reported once; the
-// frame is then a kFailure of that peer whose text says why.
+// A frame from a peer; or, reported once, that its socket ended without a BYE (`gone`): then the
+// frame is a kFailure that names this peer as culprit, and its text says why.
 struct ControlEvent {
   Rank from = -1;
   bool gone = false;
   ControlFrame frame;
 };
 
-// A socket that was released, and what was read of its next frame, opened where it is sealed.
+// A socket that was released, and the decrypted bytes that were already read of its next frame.
 struct Released {
   Connection connection;
   std::string received;
@@ -104,7 +105,7 @@ class Control final : public Bells {
   bool send(Rank peer, ControlFrame frame) noexcept;
   bool broadcast(const ControlFrame& frame) noexcept;  // to all peers; false if one was dropped
 
-  // Wakes a peer that sleeps on its doorbell(), by an acknowledgement.
+  // Wakes a peer that sleeps on its doorbell(), by sending an acknowledgement.
   void ring(Rank peer) noexcept override;
 
   // Returns the next event that has arrived, if any. A peer's frames come before its end.
@@ -136,13 +137,13 @@ class Control final : public Bells {
     int socket() const noexcept { return connection.socket.get(); }
 
     Connection connection;
-    std::string incoming;              // of the next frame
-    std::string outgoing;              // the rest of a frame that was begun, which must be finished
-    std::uint32_t sent = 0, read = 0;  // frames, without kAck
+    std::string incoming;                     // received bytes of the next frame
+    std::string outgoing;                     // unsent bytes of a frame that is partly sent
+    std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
-    bool released = false;    // by the peer: what it sends now is for this socket's next owner
-    bool unsealable = false;  // libcrypto has failed, so nothing more may be sent
+    bool released = false;    // the peer released its end: further bytes are for the next owner
+    bool unsealable = false;  // libcrypto failed to encrypt: nothing more may be sent
   };
   static bool may_send(const ControlLink& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;

@@ -23,7 +23,7 @@ using Flight = EmulatedLink::Flight;
 using Time = EmulatedLink::Time;
 constexpr std::string_view kName = "emulated";
 
-Options with_room_for_a_flight(Options options) {
+LinkOptions with_room_for_a_flight(LinkOptions options) {
   options.max_message += sizeof(Flight);
   return options;
 }
@@ -62,7 +62,7 @@ class Alarm {
 
 class EmulatedTransport final : public Transport {
  public:
-  explicit EmulatedTransport(const Options& options);
+  explicit EmulatedTransport(const LinkOptions& options);
 
   std::string_view name() const noexcept override { return kName; }
   std::size_t max_message() const noexcept override { return tcp_->max_message() - sizeof(Flight); }
@@ -100,7 +100,7 @@ class EmulatedTransport final : public Transport {
   UniqueFd bell_;  // watches tcp's doorbell and the alarm
 };
 
-EmulatedTransport::EmulatedTransport(const Options& options)
+EmulatedTransport::EmulatedTransport(const LinkOptions& options)
     : rank_(options.rank),
       link_(std::dynamic_pointer_cast<EmulatedLink>(options.context)),
       tcp_(make_transport("tcp", with_room_for_a_flight(options))),
@@ -168,14 +168,14 @@ void EmulatedTransport::arm() {
 }
 
 constexpr std::string_view kVariable = "GRADWIRE_LINK";
-constexpr Setting kVariables[] = {
+constexpr EnvironmentVariable kVariables[] = {
     {kVariable, "RATE[,LATENCY] of an emulated NIC for each rank: 1gbit,100us; one host, over tcp",
      "links as they are"}};
 
 // tcp's, held to 1 Gbit/s and 100 µs: a rate that was asked for replaces them.
 constexpr LinkCost kEmulatedCost{4e-6, 1e-4, 8e-9, 1.5e-10};
 
-Opened open_emulated(const Settings& given) {
+OpenedTransport open_emulated(const Settings& given) {
   const auto link = given.find(kVariable);
   if (link == given.end()) return {};
   return {.context = std::make_shared<EmulatedLink>(link->second)};
@@ -183,11 +183,11 @@ Opened open_emulated(const Settings& given) {
 
 }  // namespace
 
-extern constinit const Kind emulated_kind{
+extern constinit const TransportKind emulated_kind{
     .name = kName,
     .reach = Reach::kHost,
     .by_default = false,
-    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+    .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<EmulatedTransport>(options);
     },
     .open = open_emulated,

@@ -1,8 +1,8 @@
-// EmulatedLink: the emulated NIC of a rank. All messages that the rank sends share its rate, and so
-// do, separately, all that it receives; every bit takes its latency. Nothing is held back here: the
-// link only says when a message would have arrived.
+// EmulatedLink: the emulated NIC of a rank. All messages that the rank sends share its rate; all
+// that it receives share the same rate once more (full duplex). Every bit takes the latency. The
+// link delays nothing itself: it computes when a message would have arrived.
 //
-// Any thread may use it: a rank's communicators, and both lanes of each, share one.
+// Any thread may use it: all communicators of a rank share one.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@
 
 namespace gradwire::transport {
 
-class EmulatedLink final : public Context {
+class EmulatedLink final : public TransportContext {
  public:
   using Time = Deadline::Clock::time_point;  // CLOCK_MONOTONIC: the same for all ranks of a host
   // When the first and the last bit of a message reach the receiver's NIC.
@@ -33,8 +33,8 @@ class EmulatedLink final : public Context {
   // arrived before it.
   Time receive(const Flight& flight, std::size_t bytes);
 
-  // For predictions: the seconds of one byte among many, with its packets' headers; and the latency
-  // of each bit.
+  // For cost models: seconds per byte of a large message, packet headers included; and the one-way
+  // latency in seconds.
   double seconds_of_byte() const;
   double seconds_under_way() const { return std::chrono::duration<double>(latency_).count(); }
 

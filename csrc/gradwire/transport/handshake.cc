@@ -19,7 +19,7 @@ struct Hello {
   std::array<char, 16> transport{};
 
   Hello() = default;
-  Hello(const LinkId& link, const Options& options)
+  Hello(const LinkId& link, const LinkOptions& options)
       : from(link.rank),
         to(link.peer),
         size(options.size),
@@ -53,11 +53,11 @@ void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
 
 }  // namespace
 
-void send_hello(const Stream& to, const LinkId& link, const Options& options) {
+void send_hello(const Stream& to, const LinkId& link, const LinkOptions& options) {
   send_value(to, Hello(link, options), link);
 }
 
-void receive_hello(const Stream& from, const LinkId& link, const Options& options,
+void receive_hello(const Stream& from, const LinkId& link, const LinkOptions& options,
                    const WaitLimit& wait_limit) {
   check(link, Hello(link, options), receive_value<Hello>(from, link, wait_limit));
 }

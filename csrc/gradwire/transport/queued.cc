@@ -4,7 +4,7 @@
 
 namespace gradwire::transport {
 
-QueuedTransport::QueuedTransport(std::string_view name, const Options& options)
+QueuedTransport::QueuedTransport(std::string_view name, const LinkOptions& options)
     : StagedTransport(name, options),
       cells_(at(options.messages)),
       outboxes_(at(options.size), CellQueue(cells_.size())) {}
@@ -18,10 +18,10 @@ bool QueuedTransport::flush() {
   return std::ranges::all_of(outboxes_, &CellQueue::empty);
 }
 
-bool QueuedTransport::has_its_share(Rank peer) {
-  const auto share = at(options().messages_per_peer);
-  if (outbox(peer).size() >= share) push_on(peer);
-  return outbox(peer).size() >= share;
+bool QueuedTransport::has_most_unread(Rank peer) {
+  const auto most = at(options().messages_per_peer);
+  if (outbox(peer).size() >= most) push_on(peer);
+  return outbox(peer).size() >= most;
 }
 
 int QueuedTransport::find_room(std::span<const Rank>, std::size_t) {

@@ -1,5 +1,5 @@
-// QueuedTransport: what links have in common that stage messages in cells of their own and send
-// them when a socket or a device takes them.
+// QueuedTransport: base of the transports that stage messages in cells of their own and send these
+// when a socket or a device has room (tcp, rdma). A cell may wait for several peers.
 #pragma once
 
 #include <utility>
@@ -9,7 +9,7 @@
 
 namespace gradwire::transport {
 
-// The cells that a peer has yet to be sent, oldest first; there are never more than cells.
+// A queue of cells, oldest first, of fixed capacity: it never allocates.
 class CellQueue {
  public:
   explicit CellQueue(std::size_t capacity = 0) : cells_(capacity) {}
@@ -30,7 +30,7 @@ class CellQueue {
 
 class QueuedTransport : public StagedTransport {
  public:
-  QueuedTransport(std::string_view name, const Options& options);
+  QueuedTransport(std::string_view name, const LinkOptions& options);
 
   bool flush() final;
   bool is_flushed(Rank peer) const final { return outboxes_[at(peer)].empty(); }
@@ -43,7 +43,7 @@ class QueuedTransport : public StagedTransport {
 
   // Sends as much of a peer's outbox as there is room for.
   virtual void push_out(Rank peer) = 0;
-  // Does the same after a look at what has become of what was sent.
+  // The same, after processing completions of what was sent before.
   virtual void push_on(Rank peer) = 0;
 
   Cell& cell_at(int cell) noexcept { return cells_[at(cell)]; }
@@ -55,7 +55,7 @@ class QueuedTransport : public StagedTransport {
   void queue(int cell, std::size_t bytes, std::span<const Rank> peers);
 
  private:
-  bool has_its_share(Rank peer) final;
+  bool has_most_unread(Rank peer) final;
   int find_room(std::span<const Rank> peers, std::size_t bytes) final;
   int first_free_cell() const noexcept;
 

@@ -1,4 +1,4 @@
-// Socket functions that the links share: set-up exchanges with a deadline, options, epoll.
+// Socket functions of all links: exchanges at set-up with a deadline, socket options, epoll.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace gradwire::transport {
 
-// The link that an error is about.
+// Names a link in errors.
 struct LinkId {
   std::string_view transport;
   Rank rank = -1;
@@ -24,7 +24,7 @@ struct LinkId {
 // Returns "rank 0: shm link to rank 1: <what>".
 std::string describe(const LinkId& link, const std::string& what);
 [[noreturn]] void throw_transport_error(const LinkId& link, const std::string& what);
-// Returns what a call of a seal returns; throws TransportError where libcrypto fails in it.
+// Returns call(). Throws TransportError where libcrypto fails in it.
 template <typename Call>
 auto sealing(const LinkId& link, Call call) try {
   return call();
@@ -36,8 +36,8 @@ auto sealing(const LinkId& link, Call call) try {
 // peer.
 void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& wait_limit);
 
-// Send and receive all of `data`; over a sealed stream the other end must send as much at a time.
-// Throw Timeout or TransportError, which name the peer.
+// Send and receive all of `data`. Over a sealed stream, each receive_all() must match one
+// send_all() of the same size. Throw Timeout or TransportError, which name the peer.
 void send_all(const Stream& to, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit);
 void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitLimit& wait_limit);
 
@@ -65,7 +65,7 @@ UniqueFd make_epoll();
 void watch(int epoll, int socket, std::uint32_t events, Rank peer);
 void unwatch(int epoll, int socket) noexcept;
 
-// Returns whether an error only means that nothing is there yet, not that the connection has ended.
+// Returns whether errno's value only means "try again later", not that the connection has ended.
 bool would_block(int error) noexcept;
 
 }  // namespace gradwire::transport

@@ -11,7 +11,8 @@
 
 namespace gradwire::transport {
 
-StagedTransport::StagedTransport(std::string_view name, const Options& options, bool has_doorbell)
+StagedTransport::StagedTransport(std::string_view name, const LinkOptions& options,
+                                 bool has_doorbell)
     : name_(name),
       options_(options),
       epoll_(has_doorbell ? make_epoll() : UniqueFd()),
@@ -22,7 +23,7 @@ StagedTransport::StagedTransport(std::string_view name, const Options& options, 
 void StagedTransport::offer(Connection connection, Rank peer) {
   if (peer < 0 || peer >= options_.size || peer == options_.rank)
     throw InvalidArgument(describe(link_id(peer), "there is no such peer"));
-  Peer& state = peers_[at(peer)];
+  PeerState& state = peers_[at(peer)];
   if (state.linked || state.connection.valid())
     throw InvalidArgument(describe(link_id(peer), "is made already"));
   try {
@@ -47,7 +48,7 @@ void StagedTransport::complete(const WaitLimit& wait_limit) try {
     peers_[at(peer)].linked = true;
   });
 } catch (...) {
-  for (Peer& peer : peers_)
+  for (PeerState& peer : peers_)
     if (!peer.linked) peer.connection = {};
   throw;
 }
@@ -79,7 +80,7 @@ std::vector<Rank> StagedTransport::peers() const {
   return linked;
 }
 
-StagedTransport::Peer& StagedTransport::linked(Rank peer) {
+StagedTransport::PeerState& StagedTransport::linked(Rank peer) {
   if (peer < 0 || peer >= options_.size || !peers_[at(peer)].linked)
     throw InvalidArgument(describe(link_id(peer), "there is none"));
   return peers_[at(peer)];
@@ -108,7 +109,7 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
                                        " bytes of max_message"));
   open_.cell = kNoCell;
   for (Rank peer : peers)
-    if (has_its_share(peer)) return {};
+    if (has_most_unread(peer)) return {};
   open_.cell = find_room(peers, bytes);
   if (open_.cell == kNoCell) return {};
   open_.bytes = bytes;
@@ -127,14 +128,14 @@ void StagedTransport::commit(std::size_t bytes) {
 }
 
 std::optional<ConstBytes> StagedTransport::peek(Rank peer) {
-  Peer& state = linked(peer);
+  PeerState& state = linked(peer);
   if (!state.front) state.front = arrived(peer);
   if (!state.front) throw_if_gone(peer);
   return state.front;
 }
 
 void StagedTransport::release(Rank peer) {
-  Peer& state = linked(peer);
+  PeerState& state = linked(peer);
   if (!state.front) throw InvalidArgument(describe(link_id(peer), "release() without peek()"));
   state.front.reset();
   consume(peer);

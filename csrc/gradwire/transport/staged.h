@@ -1,6 +1,6 @@
-// StagedTransport: implements the contract of Transport once. It keeps the peers' sockets and their
-// doorbell, the open reservation, the front message of each peer, and who is gone. A kind of link
-// implements the steps below.
+// StagedTransport: base of all transports but emulated. It checks arguments, and keeps the peers'
+// sockets and the doorbell, the open reservation, each peer's front message and who is gone. A kind
+// of link implements the virtual steps below.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ namespace gradwire::transport {
 class StagedTransport : public Transport {
  public:
   // `name` must outlive the transport (a literal).
-  StagedTransport(std::string_view name, const Options& options, bool has_doorbell = true);
+  StagedTransport(std::string_view name, const LinkOptions& options, bool has_doorbell = true);
 
   std::string_view name() const noexcept final { return name_; }
   std::size_t max_message() const noexcept final { return options_.max_message; }
@@ -32,13 +32,12 @@ class StagedTransport : public Transport {
 
   // Sends what connect() at the other end waits for. Does not block.
   virtual void introduce(const Stream& /*to*/, Rank /*peer*/) {}
-  // Makes the link over connection(peer), whose other end agreed to the Options.
+  // Makes the link over connection(peer), whose other end agreed to the LinkOptions.
   virtual void connect(Rank peer, const WaitLimit& wait_limit) = 0;
-  // Returns whether the peer has as many unread messages as it may have
-  // (Options::messages_per_peer).
-  virtual bool has_its_share(Rank peer) = 0;
-  // Returns a cell (one message's staging memory) that no reader needs any more, for `bytes` bytes;
-  // or kNoCell.
+  // Returns whether the peer has LinkOptions::messages_per_peer unread messages.
+  virtual bool has_most_unread(Rank peer) = 0;
+  // Returns a cell (the staging memory of one message) that no reader needs any more, for `bytes`
+  // bytes; kNoCell where there is none.
   virtual int find_room(std::span<const Rank> peers, std::size_t bytes) = 0;
   virtual std::byte* staging(int cell) noexcept = 0;
   // Sends the first `bytes` of the cell. Marks a peer that it finds gone, and does not throw for
@@ -62,7 +61,7 @@ class StagedTransport : public Transport {
   void answer_bells();
   void answer_bell(Rank peer);
 
-  const Options& options() const noexcept { return options_; }
+  const LinkOptions& options() const noexcept { return options_; }
   LinkId link_id(Rank peer) const noexcept { return {name_, options_.rank, peer}; }
   void mark_gone(Rank peer, const std::string& reason);
   void throw_if_gone(Rank peer) const;
@@ -70,10 +69,10 @@ class StagedTransport : public Transport {
   const std::string& why_gone(Rank peer) const noexcept { return peers_[at(peer)].gone; }
 
  private:
-  struct Peer {
+  struct PeerState {
     Connection connection;
     bool linked = false;
-    std::string gone;  // why, when it is
+    std::string gone;  // why the peer is gone; empty while it is there
     std::optional<ConstBytes> front;
   };
   struct Reservation {
@@ -81,12 +80,12 @@ class StagedTransport : public Transport {
     std::size_t bytes = 0;
     std::vector<Rank> peers;
   };
-  Peer& linked(Rank peer);
+  PeerState& linked(Rank peer);
 
   std::string_view name_;
-  Options options_;
+  LinkOptions options_;
   UniqueFd epoll_;  // the doorbell
-  std::vector<Peer> peers_;
+  std::vector<PeerState> peers_;
   Reservation open_;
 };
 

@@ -21,7 +21,7 @@ constexpr const char* kClosed = "the peer closed it or died";
 
 class TcpTransport final : public QueuedTransport {
  public:
-  explicit TcpTransport(const Options& options);
+  explicit TcpTransport(const LinkOptions& options);
 
   // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
   // from which nobody reads does not keep it ringing.
@@ -54,7 +54,7 @@ class TcpTransport final : public QueuedTransport {
   std::vector<AlignedBuffer> frames_;  // by cell
 };
 
-TcpTransport::TcpTransport(const Options& options)
+TcpTransport::TcpTransport(const LinkOptions& options)
     : QueuedTransport("tcp", options), links_(at(options.size)) {
   for (int i = 0; i < options.messages; ++i) frames_.push_back(frame_buffer(options.max_message));
 }
@@ -152,9 +152,9 @@ void TcpTransport::arm() {
 
 }  // namespace
 
-extern constinit const Kind tcp_kind{
+extern constinit const TransportKind tcp_kind{
     .name = "tcp",
-    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+    .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<TcpTransport>(options);
     },
 };

@@ -1,4 +1,4 @@
-// The layout of messages in a tcp stream, and the memory that they wait in on either side.
+// The layout of messages in a tcp stream, and the buffers that hold them on both sides.
 #pragma once
 
 #include <cstring>
@@ -15,7 +15,7 @@ inline constexpr std::size_t kReadAhead =
 
 struct Prefix {
   std::uint32_t length = 0;
-  std::uint32_t check = ~0U;  // the length inverted: foreign bytes and lost sync show at once
+  std::uint32_t check = ~0U;  // ~length: reveals foreign bytes and lost synchronization at once
 
   explicit Prefix(std::size_t bytes) : length(static_cast<std::uint32_t>(bytes)), check(~length) {}
   Prefix() = default;
@@ -28,7 +28,7 @@ inline std::size_t frame_bytes(std::size_t payload) {
   return sizeof(Prefix) + (payload + 7) / 8 * 8;
 }
 
-// Memory in whole cache lines, not touched until it is used.
+// Uninitialized memory, aligned to cache lines.
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
@@ -48,7 +48,8 @@ inline AlignedBuffer frame_buffer(std::size_t max_message) {
   return AlignedBuffer(kFrameAt + frame_bytes(max_message) + crypto::kTagBytes);
 }
 
-// The received part of a stream: [begin, end) of a buffer that holds the largest frame and more.
+// The received and unread bytes of a stream, in a buffer that holds the largest message and
+// kReadAhead bytes more.
 class Inbox {
  public:
   Inbox() = default;

@@ -2,24 +2,25 @@
 
 #include "gradwire/base/named.h"
 
-// A new kind of link joins this list, best first; its file defines `extern const Kind NAME_kind`.
+// A new kind of link joins this list, best first; its file defines `extern const TransportKind
+// NAME_kind`.
 #define GRADWIRE_TRANSPORTS(each) each(inproc) each(shm) each(rdma) each(tcp) each(emulated)
 
 namespace gradwire::transport {
 
-#define GRADWIRE_DECLARE(name) extern const Kind name##_kind;
+#define GRADWIRE_DECLARE(name) extern const TransportKind name##_kind;
 GRADWIRE_TRANSPORTS(GRADWIRE_DECLARE)
 #undef GRADWIRE_DECLARE
 
 namespace {
 
-constexpr const Kind* kKinds[] = {
+constexpr const TransportKind* kKinds[] = {
 #define GRADWIRE_ADDRESS(name) &name##_kind,
     GRADWIRE_TRANSPORTS(GRADWIRE_ADDRESS)
 #undef GRADWIRE_ADDRESS
 };
 
-void check(const Options& options) {
+void check(const LinkOptions& options) {
   constexpr std::size_t kLargestMessage = std::size_t{1} << 30;
   constexpr int kMostMessages = 1 << 16;
   const bool rank_fits = options.rank >= 0 && options.rank < options.size;
@@ -36,25 +37,25 @@ void check(const Options& options) {
 
 }  // namespace
 
-std::span<const Kind* const> transport_kinds() { return kKinds; }
+std::span<const TransportKind* const> transport_kinds() { return kKinds; }
 
-const Kind& transport_kind(std::string_view name) {
-  return *find_named("transport", kKinds, name, &Kind::name);
+const TransportKind& transport_kind(std::string_view name) {
+  return *find_named("transport", kKinds, name, &TransportKind::name);
 }
 
-Opened open_transport(std::string_view name, const Settings& settings) {
+OpenedTransport open_transport(std::string_view name, const Settings& settings) {
   return transport_kind(name).open(settings);
 }
 
-std::unique_ptr<Transport> make_transport(std::string_view name, const Options& options) {
-  const Kind& kind = transport_kind(name);
+std::unique_ptr<Transport> make_transport(std::string_view name, const LinkOptions& options) {
+  const TransportKind& kind = transport_kind(name);
   check(options);
   if (options.context) return kind.make(options);
-  const Opened opened = kind.open({});
+  const OpenedTransport opened = kind.open({});
   if (!opened.usable())
     throw InvalidArgument("transport " + std::string(name) +
                           " is not usable here: " + opened.why_not);
-  Options with_context = options;
+  LinkOptions with_context = options;
   with_context.context = opened.context;
   return kind.make(with_context);
 }

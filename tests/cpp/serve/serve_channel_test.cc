@@ -29,7 +29,7 @@ class ChannelConformance : public testing::TestWithParam<const char*> {
     EXPECT_LT(sent, kNeverSoMany);
     return sent;
   }
-  static std::optional<Message> wait_for_message(Channel& at, Channel& other) {
+  static std::optional<ServeMessage> wait_for_message(Channel& at, Channel& other) {
     const Deadline deadline = soon();
     while (!deadline.passed() && !at.ended()) {
       other.send_queued();

@@ -11,7 +11,7 @@ namespace serve_client_test {
 class Clients : public testing::Test {
  protected:
   void SetUp() override { start(some_table(2)); }
-  void start(const Table& table) {
+  void start(const ParameterTable& table) {
     table_ = table;
     client_.reset();
     job_ = std::make_unique<Job>(table.shards, "inproc", /*threads=*/false);
@@ -19,8 +19,8 @@ class Clients : public testing::Test {
     wait(client_->join(soon()));
     wait(client_->set(spans_of<Gradients>(zeros_of(table_)), soon()));
   }
-  void wait(const std::shared_ptr<Call>& call) { job_->wait(call, {client_.get()}); }
-  std::shared_ptr<Call> push(const Arrays& g, PushOptions options = {}) {
+  void wait(const std::shared_ptr<ClientCall>& call) { job_->wait(call, {client_.get()}); }
+  std::shared_ptr<ClientCall> push(const Arrays& g, PushOptions options = {}) {
     return client_->push(spans_of<Gradients>(g), options, Deadline::at_once(), soon());
   }
   Arrays pull() {
@@ -49,7 +49,7 @@ class Clients : public testing::Test {
   }
 
   const codec::FloatEnvironment environment_;
-  Table table_;
+  ParameterTable table_;
   std::unique_ptr<Job> job_;
   std::unique_ptr<Client> client_;
 };
@@ -57,7 +57,7 @@ class Clients : public testing::Test {
 TEST_F(Clients, MergesPushesWhileTwoAreNotAcknowledged) {
   std::vector<Arrays> g;
   for (unsigned i = 0; i < 6; ++i) g.push_back(random_of(table_, i));
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
   for (const Arrays& each : g) calls.push_back(push(each));
   EXPECT_EQ(client_->merged(), 4U);
   for (std::size_t i = 3; i < 6; ++i) EXPECT_EQ(calls[i], calls[2]);
@@ -70,7 +70,7 @@ TEST_F(Clients, MergesPushesWhileTwoAreNotAcknowledged) {
 
 TEST_F(Clients, WaitsWhereMergingWouldMixOptionsOrIsUnwanted) {
   const Arrays g = random_of(table_, 1);
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
   for (int i = 0; i < 3; ++i) calls.push_back(push(g));
   EXPECT_THROW(push(g, {.codec = "fp16"}), Timeout);
   EXPECT_THROW(push(g, {.strict = true}), Timeout);
@@ -82,7 +82,7 @@ TEST_F(Clients, WaitsWhereMergingWouldMixOptionsOrIsUnwanted) {
 }
 
 TEST_F(Clients, GivesRefusedPushesBackToTheResiduals) {
-  Table table = some_table(2);
+  ParameterTable table = some_table(2);
   table.max_staleness = 0;
   start(table);
   const auto feedback = std::make_shared<codec::ErrorFeedback>();
@@ -103,7 +103,7 @@ TEST_F(Clients, GivesRefusedPushesBackToTheResiduals) {
 }
 
 TEST_F(Clients, GivesARefusedPartBackThoughTheOtherShardNeverAnswers) {
-  Table table = some_table(2);
+  ParameterTable table = some_table(2);
   table.max_staleness = 0;
   start(table);
   const auto feedback = std::make_shared<codec::ErrorFeedback>();
@@ -123,7 +123,7 @@ TEST_F(Clients, GivesARefusedPartBackThoughTheOtherShardNeverAnswers) {
   client_->close(Deadline::at_once());
   EXPECT_THROW(stale->work().rethrow(), Aborted);
   const auto left = total({residuals()}), expected = total({before, h});
-  const std::size_t first_shard = Layout(table_, codecs_of(table_), 0).elements();
+  const std::size_t first_shard = ShardLayout(table_, codecs_of(table_), 0).elements();
   for (std::size_t i = 0; i < first_shard; ++i) ASSERT_NEAR(left[i], expected[i], 1e-5) << i;
 }
 
@@ -172,7 +172,7 @@ TEST_F(Clients, RefuseARateThatIsNotFinite) {
 }
 
 TEST_F(Clients, SendFewFramesAheadWhereSmallRequestsAreMade) {
-  Table table;
+  ParameterTable table;
   table.parameters = {{"w", {400'000}}};
   start(table);
   const std::size_t frame = sizeof(MessageHeader) + kMostFrame * sizeof(float);
@@ -197,14 +197,14 @@ TEST_F(Clients, SendFewFramesAheadWhereSmallRequestsAreMade) {
 
 TEST_F(Clients, MakeAnyNumberOfPulls) {
   std::vector<Arrays> out(30, zeros_of(table_));
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
   for (const Arrays& each : out)
     calls.push_back(client_->pull(spans_of<Values>(each), "none", soon()));
   for (const auto& each : calls) wait(each);
 }
 
 TEST_F(Clients, DropTheirWaitsThatAreTooLate) {
-  std::vector<std::shared_ptr<Call>> late;
+  std::vector<std::shared_ptr<ClientCall>> late;
   for (int i = 0; i < 200; ++i) {  // many more than a shard keeps for one client
     late.push_back(client_->ask(Op::kWait, 1000, Deadline::at_once()));
     EXPECT_THROW(wait(late.back()), Timeout);
@@ -311,7 +311,7 @@ TEST_F(Clients, KeepPulledDifferencesRightThoughAPullTimedOut) {
 TEST_F(Clients, LoseNothingOverRandomDeathsOfChannels) {
   for (std::size_t codec = 3; codec < table_.codecs.size(); ++codec) {
     start(some_table(2));
-    std::vector<Layout> layouts;
+    std::vector<ShardLayout> layouts;
     for (std::uint32_t i = 0; i < 2; ++i) layouts.emplace_back(table_, codecs_of(table_), i);
     std::vector<Arrays> pushed;
     std::vector<double> applied(table_.elements());

@@ -16,14 +16,14 @@ inline constexpr const char* kAllTransports[] = {"inproc", "shm", "tcp", "emulat
 
 // Parameters of many sizes: several frames, several parameters in a frame, a parameter in two
 // shards, a scalar.
-inline Table some_table(std::uint32_t shards = 1, std::string rule = "sgd:rate=0.5") {
-  Table table;
+inline ParameterTable some_table(std::uint32_t shards = 1, std::string rule = "sgd:rate=0.5") {
+  ParameterTable table;
   table.parameters = {{"embedding", {300, 211}},
                       {"layer.weight", {64, 32}},
                       {"layer.bias", {64}},
                       {"scale", {}},
                       {"head", {17, 1999}}};
-  table.rule = make_rule(rule)->name();
+  table.rule = make_rule(rule).name;
   table.codecs = {"none", "fp16", "bf16", "int8", "onebit", "threshold", "topk:density=0.01"};
   for (std::string& each : table.codecs) each = codec::make_codec(each)->name();
   table.shards = shards;
@@ -32,13 +32,13 @@ inline Table some_table(std::uint32_t shards = 1, std::string rule = "sgd:rate=0
 
 using Arrays = std::vector<std::vector<float>>;  // one for each parameter
 
-inline Arrays zeros_of(const Table& table) {
+inline Arrays zeros_of(const ParameterTable& table) {
   Arrays made;
   for (const Parameter& each : table.parameters) made.emplace_back(each.elements());
   return made;
 }
 
-inline Arrays random_of(const Table& table, unsigned seed) {
+inline Arrays random_of(const ParameterTable& table, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   Arrays made = zeros_of(table);
@@ -59,11 +59,11 @@ inline bool same_bits(std::span<const float> a, std::span<const float> b) {
 }
 
 // The elements of a shard's range, out of all arrays.
-inline std::vector<float> range_of(const Layout& layout, const Arrays& arrays) {
+inline std::vector<float> range_of(const ShardLayout& layout, const Arrays& arrays) {
   std::vector<float> range(layout.elements());
-  for (const Piece& piece : layout.pieces())
-    std::copy_n(arrays[piece.parameter].begin() + static_cast<std::ptrdiff_t>(piece.offset),
-                piece.count, range.begin() + static_cast<std::ptrdiff_t>(piece.first));
+  for (const ParameterSpan& span : layout.spans())
+    std::copy_n(arrays[span.parameter].begin() + static_cast<std::ptrdiff_t>(span.offset),
+                span.count, range.begin() + static_cast<std::ptrdiff_t>(span.first));
   return range;
 }
 
@@ -94,7 +94,8 @@ class Job {
     }
   }
 
-  std::unique_ptr<Client> connect(const Table& table, int client, unsigned incarnation = 0) {
+  std::unique_ptr<Client> connect(const ParameterTable& table, int client,
+                                  unsigned incarnation = 0) {
     const std::string name = "replica " + std::string(1, static_cast<char>('a' + client));
     std::vector<std::unique_ptr<Channel>> ends;
     for (std::size_t i = 0; i < servers.size(); ++i) {
@@ -108,7 +109,7 @@ class Job {
   }
 
   // Drives servers and clients until the call is over; rethrows its error.
-  void wait(const std::shared_ptr<Call>& call, std::initializer_list<Client*> clients = {}) {
+  void wait(const std::shared_ptr<ClientCall>& call, std::initializer_list<Client*> clients = {}) {
     waited_for_.push_back(call);
     const Deadline deadline = Deadline::after(transport::kTestSeconds);
     while (!call->work().done() && !deadline.passed()) {
@@ -130,7 +131,7 @@ class Job {
   bool threads_;
   // Kept, since ThreadSanitizer does not see how libstdc++ counts references to exceptions: the
   // last one must not go on a client's thread.
-  std::vector<std::shared_ptr<Call>> waited_for_;
+  std::vector<std::shared_ptr<ClientCall>> waited_for_;
 };
 
 inline Deadline soon() { return Deadline::after(transport::kTestSeconds); }

@@ -19,7 +19,7 @@ MessageHeader good(std::uint32_t length) {
 }
 
 TEST(Message, PassesWhatASenderWrites) {
-  const Message message = parse(frame_of(good(24), 24));
+  const ServeMessage message = parse(frame_of(good(24), 24));
   EXPECT_EQ(message.header.op, Op::kPush);
   EXPECT_EQ(message.payload.size(), 24U);
   EXPECT_EQ(parse(frame_of(good(kMostPayload), kMostPayload)).payload.size(), kMostPayload);
@@ -47,21 +47,21 @@ TEST(Message, RefusesForeignBytes) {
 }
 
 TEST(Table, IsReadAsItWasWritten) {
-  Table table = some_table(3, "adagrad:rate=0.02");
+  ParameterTable table = some_table(3, "adagrad:rate=0.02");
   table.atomic_push = true;
   table.max_staleness = 7;
-  EXPECT_EQ(Table::parse(table.text()), table);
+  EXPECT_EQ(ParameterTable::parse(table.text()), table);
   EXPECT_NE(table.mark(), 0);
 }
 
 TEST(Table, RefusesWhatItDoesNotWrite) {
   const std::string text = some_table().text();
   for (const std::size_t cut : {std::size_t{0}, std::size_t{5}, text.size() / 2, text.size() - 1})
-    EXPECT_THROW(Table::parse(text.substr(0, cut)), InvalidArgument);
+    EXPECT_THROW(ParameterTable::parse(text.substr(0, cut)), InvalidArgument);
   const auto changed = [&](const std::string& from, const std::string& to) {
     std::string other = text;
     other.replace(other.find(from), from.size(), to);
-    EXPECT_THROW(Table::parse(other), InvalidArgument) << to;
+    EXPECT_THROW(ParameterTable::parse(other), InvalidArgument) << to;
   };
   changed("300x211", "300x-1");
   changed("300x211", "99999999999x99999999999");
@@ -76,13 +76,13 @@ TEST(Table, RefusesWhatItDoesNotWrite) {
 }
 
 TEST(Table, RefusesMoreTextThanServersTake) {
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.parameters[0].name = std::string(kMostTableText, 'n');
   EXPECT_THROW(table.check(), InvalidArgument);
 }
 
 TEST(Table, SaysHowAnotherDiffers) {
-  Table other = some_table();
+  ParameterTable other = some_table();
   other.parameters[2] = {"layer.gain", {64, 1}};
   EXPECT_EQ(difference(other, some_table()),
             "parameter 2 is 'layer.gain' (64x1), not 'layer.bias' (64)");
@@ -90,11 +90,11 @@ TEST(Table, SaysHowAnotherDiffers) {
 
 TEST(Layout, HasEachElementOnceAndFramesThatFit) {
   for (std::uint32_t shards : {1U, 2U, 3U, 7U}) {
-    const Table table = some_table(shards);
+    const ParameterTable table = some_table(shards);
     const Codecs codecs = codecs_of(table);
     std::size_t elements = 0;
     for (std::uint32_t i = 0; i < shards; ++i) {
-      const Layout layout(table, codecs, i);
+      const ShardLayout layout(table, codecs, i);
       std::size_t next = 0;
       for (const ShardFrame& frame : layout.frames()) {
         EXPECT_EQ(frame.first, next);
@@ -102,7 +102,8 @@ TEST(Layout, HasEachElementOnceAndFramesThatFit) {
         EXPECT_LE(frame.count, kMostFrame);
         for (const auto& codec : codecs) {
           std::size_t bytes = 0;
-          for (const Piece& piece : layout.pieces(frame)) bytes += codec->max_bytes(piece.count);
+          for (const ParameterSpan& span : layout.spans(frame))
+            bytes += codec->max_bytes(span.count);
           EXPECT_LE(bytes, kMostPayload);
         }
       }
@@ -114,12 +115,12 @@ TEST(Layout, HasEachElementOnceAndFramesThatFit) {
 }
 
 TEST(Layout, CutsTheSmallestTableIntoShards) {
-  Table table;
+  ParameterTable table;
   table.parameters = {{"w", {5}}};
   table.shards = 5;
   for (std::uint32_t i = 0; i < 5; ++i)
-    EXPECT_EQ(Layout(table, codecs_of(table), i).elements(), 1U);
-  EXPECT_THROW(Layout(table, codecs_of(table), 5), InvalidArgument);
+    EXPECT_EQ(ShardLayout(table, codecs_of(table), i).elements(), 1U);
+  EXPECT_THROW(ShardLayout(table, codecs_of(table), 5), InvalidArgument);
 }
 
 }  // namespace serve_message_test

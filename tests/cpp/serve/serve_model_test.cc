@@ -9,7 +9,7 @@ namespace serve_model_test {
 
 // What one shard must hold: Adagrad, as its definition has it, frame by frame in the log's order.
 struct Replay {
-  explicit Replay(const Layout& layout, std::vector<float> initial)
+  explicit Replay(const ShardLayout& layout, std::vector<float> initial)
       : frames(layout.frames()), w(std::move(initial)), squares(w.size(), 1e-10F) {}
 
   void apply(const AppliedFrame& frame) {
@@ -33,7 +33,7 @@ struct Model {
     table.divide = seed % 2 == 1;
     initial = random_of(table, seed);
     for (std::uint32_t i = 0; i < shards; ++i) {
-      const Layout layout(table, codecs_of(table), i);
+      const ShardLayout layout(table, codecs_of(table), i);
       replays.emplace_back(layout, range_of(layout, initial));
       job.servers[i]->log_frames([this, i](const AppliedFrame& frame) {
         replays[i].apply(frame);
@@ -84,7 +84,7 @@ struct Model {
 
   std::mt19937 random;
   Job job;
-  Table table;
+  ParameterTable table;
   Arrays initial;
   std::vector<Replay> replays;
   std::map<std::tuple<std::uint32_t, ClientId, std::uint32_t>, std::size_t> expected_frames;
@@ -92,7 +92,7 @@ struct Model {
   std::vector<std::shared_ptr<codec::ErrorFeedback>> feedbacks;
   std::deque<Arrays> gradients;
   std::vector<Arrays> mirrors;
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
 };
 
 TEST(ServeModel, AnyInterleavingGivesTheBitsOfItsLog) {
@@ -108,8 +108,9 @@ TEST(ServeModel, AnyInterleavingGivesTheBitsOfItsLog) {
     model.drain();
     for (std::uint32_t s = 0; s < shards; ++s) {
       const Snapshot snapshot = model.job.servers[s]->snapshot(soon());
-      EXPECT_TRUE(same_bits(snapshot.slots[0].values, model.replays[s].w)) << "seed " << seed;
-      EXPECT_TRUE(same_bits(snapshot.slots[1].values, model.replays[s].squares)) << "seed " << seed;
+      EXPECT_TRUE(same_bits(snapshot.arrays[0].values, model.replays[s].w)) << "seed " << seed;
+      EXPECT_TRUE(same_bits(snapshot.arrays[1].values, model.replays[s].squares))
+          << "seed " << seed;
     }
     // Each push was applied once and whole on each shard.
     for (const auto& [key, frames] : model.expected_frames)

@@ -11,7 +11,7 @@ namespace gradwire::serve {
 // Sends frames to a shard as a client would.
 class Direct {
  public:
-  explicit Direct(const Table& table, std::uint32_t index = 0,
+  explicit Direct(const ParameterTable& table, std::uint32_t index = 0,
                   std::uint64_t memory = usable_memory())
       : shard(table, index, memory), codecs_(codecs_of(table)) {}
   explicit Direct(Shard given) : shard(std::move(given)), codecs_(codecs_of(shard.table())) {}
@@ -21,7 +21,7 @@ class Direct {
                              std::uint64_t version = 0,
                              std::size_t frames = std::numeric_limits<std::size_t>::max(),
                              codec::ErrorFeedback* feedback = nullptr) {
-    const Layout& layout = shard.layout();
+    const ShardLayout& layout = shard.layout();
     Outgoing outgoing(shard.table(), spans_of<Gradients>(x), codecs_,
                       std::vector(x.size(), static_cast<std::uint8_t>(codec)),
                       std::shared_ptr<codec::ErrorFeedback>(feedback, [](auto*) {}));
@@ -43,7 +43,7 @@ class Direct {
       header.flags = static_cast<std::uint8_t>((i == 0 ? kFirst : 0) |
                                                (i + 1 == layout.frames().size() ? kLast : 0));
       const std::size_t bytes = outgoing.encode(layout, frame, room, copy_cached);
-      const Message message{header, ConstBytes(room).first(bytes)};
+      const ServeMessage message{header, ConstBytes(room).first(bytes)};
       answer = op == Op::kSet ? shard.set(client, message) : shard.push(client, message);
     }
     if (frames < layout.frames().size())
@@ -88,6 +88,8 @@ class Direct {
   std::map<ClientId, std::vector<float>> mirrors_;
 };
 
-inline std::uint64_t bytes_of(const Table& table) { return table.elements() * sizeof(float); }
+inline std::uint64_t bytes_of(const ParameterTable& table) {
+  return table.elements() * sizeof(float);
+}
 
 }  // namespace gradwire::serve

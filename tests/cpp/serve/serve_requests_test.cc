@@ -8,7 +8,7 @@ namespace serve_requests_test {
 
 TEST(Shard, AppliesNothingOfAPushThatIsCutOff) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Direct job(table);
   const Arrays x = random_of(table, 1), g = random_of(table, 2);
   job.send(Op::kSet, 1, x);
@@ -22,7 +22,7 @@ TEST(Shard, AppliesNothingOfAPushThatIsCutOff) {
 // A client that was cut off sends its request again, or another, from the first frame on.
 TEST(Shard, APushThatBeginsAnewCountsOnce) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   const std::size_t all = Direct(table).shard.layout().frames().size();
   ASSERT_GT(all, 2U);
   for (const bool refused : {false, true})
@@ -47,7 +47,7 @@ TEST(Shard, APushThatBeginsAnewCountsOnce) {
 
 TEST(Shard, InitialValuesThatBeginAnewAreTakenWhole) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Arrays lost = random_of(table, 1);
   lost[0][0] = std::numeric_limits<float>::infinity();
   const Arrays x = random_of(table, 2);
@@ -63,21 +63,21 @@ TEST(Shard, InitialValuesThatBeginAnewAreTakenWhole) {
 
 TEST(Shard, RefusesMixedFramesThatNoClientSends) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   for (const bool values : {true, false}) {
     Direct job(table);
     if (values) job.send(Op::kSet, 1, zeros_of(table));
-    const Layout& layout = job.shard.layout();
+    const ShardLayout& layout = job.shard.layout();
     MessageHeader header;
     header.codec = kMixedCodecs;
     const auto refused = [&](Op op, std::byte codec, std::size_t bytes) {
       const ShardFrame& frame = layout.frames()[0];
-      std::vector<std::byte> payload(frame.pieces + frame.count * sizeof(float));
-      std::fill_n(payload.begin(), frame.pieces, codec);
+      std::vector<std::byte> payload(frame.spans + frame.count * sizeof(float));
+      std::fill_n(payload.begin(), frame.spans, codec);
       header.op = op;
       header.flags = kFirst;
       header.count = static_cast<std::uint32_t>(frame.count);
-      const Message message{header, ConstBytes(payload).first(bytes)};
+      const ServeMessage message{header, ConstBytes(payload).first(bytes)};
       try {
         op == Op::kSet ? job.shard.set(1, message) : job.shard.push(1, message);
       } catch (const InvalidArgument&) {
@@ -86,7 +86,7 @@ TEST(Shard, RefusesMixedFramesThatNoClientSends) {
       return false;
     };
     const ShardFrame& frame = layout.frames()[0];
-    const std::size_t whole = frame.pieces + frame.count * sizeof(float);
+    const std::size_t whole = frame.spans + frame.count * sizeof(float);
     EXPECT_EQ(refused(Op::kPush, std::byte{99}, whole), values);
     EXPECT_EQ(refused(Op::kPush, std::byte{0}, whole - 1), values);
     EXPECT_EQ(refused(Op::kPush, std::byte{0}, 0), values);
@@ -98,7 +98,7 @@ TEST(Shard, RefusesMixedFramesThatNoClientSends) {
 
 TEST(Shard, RefusesFramesThatNoClientSends) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Shard shard(table, 0);
   const ShardFrame frame = shard.layout().frames()[0];
   const std::vector<std::byte> payload(frame.count * sizeof(float));
@@ -130,7 +130,7 @@ TEST(Shard, RefusesFramesThatNoClientSends) {
 
 TEST(Shard, RefusesAFrameAfterTheLast) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Direct job(table);
   job.send(Op::kSet, 1, zeros_of(table));
   const ShardFrame frame = job.shard.layout().frames()[0];

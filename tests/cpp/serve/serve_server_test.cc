@@ -50,7 +50,7 @@ class ServeConformance : public testing::TestWithParam<const char*> {
   }
 
   Job job_{2, GetParam(), /*threads=*/true};
-  Table table_ = some_table(2);
+  ParameterTable table_ = some_table(2);
 };
 
 TEST_P(ServeConformance, TrainsTwoClients) {
@@ -153,13 +153,13 @@ INSTANTIATE_TEST_SUITE_P(All, ServeConformance, testing::ValuesIn(kAllTransports
 class Serving : public testing::Test {
  protected:
   Job job_{2, "inproc", /*threads=*/true};
-  Table table_ = some_table(2);
+  ParameterTable table_ = some_table(2);
 };
 
 TEST_F(Serving, RefusesAnotherTableAndNamesTheParameter) {
   const auto a = job_.connect(table_, 0);
   job_.wait(a->join(soon()));
-  Table other = table_;
+  ParameterTable other = table_;
   other.parameters[1].shape = {32, 64};
   const auto b = job_.connect(other, 1);
   try {
@@ -229,7 +229,7 @@ TEST_F(Serving, AClosingClientWaitsForItsPushes) {
   const auto a = job_.connect(table_, 0), b = job_.connect(table_, 1);
   job_.wait(a->join(soon()));
   job_.wait(a->set(spans_of<Gradients>(zeros_of(table_)), soon()));
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
   const Arrays g = random_of(table_, 1);
   for (int i = 0; i < 5; ++i) calls.push_back(a->push(spans_of<Gradients>(g), {}, soon(), soon()));
   a->close(soon());
@@ -324,7 +324,7 @@ TEST(Server, RefusesATableThatIsLargerThanItsMemory) {
       std::make_unique<Server>(Server::Options{.log = nullptr, .memory = 3ULL << 28}));
   job.servers.back()->start();
   // What a client allocates for such a table is little: it sends the text alone.
-  Table table = some_table(1, "adagrad:rate=0.5");
+  ParameterTable table = some_table(1, "adagrad:rate=0.5");
   table.parameters = {{"embedding", {1 << 14, 1 << 14}}};
   Pair pair = channels("inproc");
   job.servers[0]->admit(std::move(pair.server), id_of(0));
@@ -333,7 +333,7 @@ TEST(Server, RefusesATableThatIsLargerThanItsMemory) {
       why,
       "the parameters of shard 0, with the state of their rule and a push, take 3 GiB, and its "
       "server may use 0.75 GiB: start more shards, on more hosts");
-  Table wide = some_table(1, "staged");
+  ParameterTable wide = some_table(1, "staged");
   wide.codecs = {"none"};
   wide.dtype = DType::kFloat64;
   wide.parameters = {{"embedding", {1 << 14, 1 << 13}}};
@@ -399,7 +399,7 @@ TEST(Server, TellsOfAClientOnceForAllShards) {
     job.servers.push_back(std::make_unique<Server>(Server::Options{i, 2, log}));
     job.servers.back()->start();
   }
-  const Table table = some_table(2);
+  const ParameterTable table = some_table(2);
   const auto a = job.connect(table, 0);
   job.wait(a->join(soon()));
   for (auto& each : job.servers) each->admit(channels("inproc", "replica b").server, id_of(1));

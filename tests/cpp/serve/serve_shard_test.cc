@@ -8,7 +8,7 @@ namespace serve_shard_test {
 
 TEST(Shard, TakesTheFirstWholeInitialValuesOnly) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table(2);
+  const ParameterTable table = some_table(2);
   Direct job(table, 1);
   const Arrays a = random_of(table, 1), b = random_of(table, 2);
   EXPECT_FALSE(job.send(Op::kSet, 1, a, 0, 0, /*frames=*/1).has_value());
@@ -28,7 +28,7 @@ TEST(Shard, RefusesAPushBeforeValues) {
 TEST(Shard, AppliesEachPushOnceByItsRule) {
   const codec::FloatEnvironment environment;
   for (const bool atomic : {false, true}) {
-    Table table = some_table(1, "adagrad:rate=0.1");
+    ParameterTable table = some_table(1, "adagrad:rate=0.1");
     table.atomic_push = atomic;
     Direct job(table);
     const Arrays x = random_of(table, 1);
@@ -40,7 +40,7 @@ TEST(Shard, AppliesEachPushOnceByItsRule) {
       const Answer answer = *job.send(Op::kPush, 1, g, 0, /*version=*/i / 2);
       EXPECT_EQ(answer.staleness, i - i / 2);
       make_rule(table.rule)
-          ->apply(w.data(), states, range_of(job.shard.layout(), g).data(), 0.1F, i + 1, w.size());
+          .apply(w.data(), states, range_of(job.shard.layout(), g).data(), 0.1F, i + 1, w.size());
     }
     EXPECT_EQ(job.shard.version(), 3U);
     EXPECT_TRUE(same_bits(job.shard.values(), w));
@@ -49,7 +49,7 @@ TEST(Shard, AppliesEachPushOnceByItsRule) {
 
 TEST(Shard, DividesTheRateByStaleness) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.divide = true;
   Direct job(table);
   std::vector<float> rates;
@@ -63,7 +63,7 @@ TEST(Shard, DividesTheRateByStaleness) {
 
 TEST(Shard, RefusesStalePushesAndChangesNothing) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.max_staleness = 1;
   Direct job(table);
   job.send(Op::kSet, 1, random_of(table, 1));
@@ -79,7 +79,7 @@ TEST(Shard, RefusesStalePushesAndChangesNothing) {
 
 TEST(Shard, RefusesAnAtomicPushThatIsStaleAtItsEnd) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.max_staleness = 0;
   table.atomic_push = true;
   Direct job(table);
@@ -117,7 +117,7 @@ TEST(Shard, CountsAVersionThatARestartHasLostAsTheSnapshots) {
   job.send(Op::kSet, 1, random_of(some_table(), 1));
   for (int i = 0; i < 2; ++i) job.send(Op::kPush, 1, random_of(some_table(), 2));
   auto snapshot = std::make_shared<Snapshot>(job.shard.outline());
-  for (auto& each : snapshot->slots) each.values.resize(job.shard.layout().elements());
+  for (auto& each : snapshot->arrays) each.values.resize(job.shard.layout().elements());
   job.shard.begin_snapshot(snapshot, [] {});
   while (job.shard.copy_block()) continue;
   Direct again(Shard(std::move(*snapshot)));
@@ -134,8 +134,8 @@ TEST(Statistics, HaveAllDigitsOfTheMean) {
 }
 
 // A table whose push is one frame, and another's of several.
-Table table_of(bool small, std::string rule = "sgd:rate=0.5") {
-  Table table = some_table(1, std::move(rule));
+ParameterTable table_of(bool small, std::string rule = "sgd:rate=0.5") {
+  ParameterTable table = some_table(1, std::move(rule));
   if (small) table.parameters[0].shape = table.parameters[4].shape = {2};
   return table;
 }
@@ -144,7 +144,7 @@ TEST(Shard, RefusesTheWholePushForNaNInItsLastFrame) {
   const codec::FloatEnvironment environment;
   for (const unsigned options : {0U, 1U, 2U, 3U}) {
     const bool small = (options & 1U) != 0;
-    Table table = table_of(small);
+    ParameterTable table = table_of(small);
     table.atomic_push = (options & 2U) != 0;
     Direct job(table);
     EXPECT_EQ(job.shard.layout().frames().size() == 1, small);
@@ -164,7 +164,7 @@ TEST(Shard, RefusesAPushWhoseResultIsNotFinite) {
   const float large = 0.9F * std::numeric_limits<float>::max();
   for (const char* rule : {"sgd:rate=100", "momentum:rate=0.1,momentum=1", "adagrad:rate=0.1"}) {
     for (const bool small : {false, true}) {
-      const Table table = table_of(small, rule);
+      const ParameterTable table = table_of(small, rule);
       Direct job(table);
       job.send(Op::kSet, 1, random_of(table, 1));
       Arrays g = random_of(table, 2);
@@ -201,7 +201,7 @@ TEST(Shard, RefusesRatesThatAreNegativeOrNotFinite) {
 
 TEST(Shard, CountsWhatItStagesForEachClient) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Direct job(table, 0, 3 * bytes_of(table));  // the parameters, and two clients' pushes
   const Arrays g = zeros_of(table);
   job.send(Op::kSet, 1, g);
@@ -215,7 +215,7 @@ TEST(Shard, CountsWhatItStagesForEachClient) {
 
 TEST(Shard, GivesUpTheMemoryOfAPastPushWhereItIsShort) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   Direct job(table, 0, 2 * bytes_of(table));  // the parameters, and a push or a client's copy
   job.send(Op::kSet, 1, random_of(table, 1));
   for (int i = 0; i < 2; ++i)
@@ -226,7 +226,7 @@ TEST(Shard, GivesUpTheMemoryOfAPastPushWhereItIsShort) {
 
 TEST(Shard, CountsWhatClientsHaveByPulls) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   for (const std::string name : {"int8", "onebit"}) {
     Direct job(table, 0, 3 * bytes_of(table));
     const std::uint16_t codec = table.index_of(codec::make_codec(name)->name());
@@ -244,7 +244,7 @@ TEST(Shard, CountsWhatClientsHaveByPulls) {
 
 TEST(Shard, CountsTheCopiesThatPullsOfAtomicPushesRead) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.atomic_push = true;
   Direct job(table, 0, 2 * bytes_of(table));
   job.send(Op::kSet, 1, random_of(table, 1));
@@ -257,7 +257,7 @@ TEST(Shard, CountsTheCopiesThatPullsOfAtomicPushesRead) {
 
 TEST(Shard, RefusesAPullForWhichThereIsNoMemoryAlone) {
   const codec::FloatEnvironment environment;
-  Table table = table_of(/*small=*/true);
+  ParameterTable table = table_of(/*small=*/true);
   table.atomic_push = true;
   Direct job(table, 0, 2 * bytes_of(table));
   job.send(Op::kSet, 1, random_of(table, 1));
@@ -272,7 +272,7 @@ TEST(Shard, RefusesAPullForWhichThereIsNoMemoryAlone) {
 
 TEST(Shard, KeepsShadowsEqualToWhatClientsHave) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   for (const bool atomic : {false, true}) {
     table.atomic_push = atomic;
     for (std::uint16_t codec = 0; codec < table.codecs.size(); ++codec) {
@@ -307,10 +307,10 @@ TEST(Shard, KeepsShadowsEqualToWhatClientsHave) {
 
 TEST(Shard, LosesNothingWhenClientsDieInTheMiddle) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table();
+  const ParameterTable table = some_table();
   for (std::uint16_t codec = 3; codec <= 6; ++codec) {
     Direct job(table);
-    const Layout& layout = job.shard.layout();
+    const ShardLayout& layout = job.shard.layout();
     std::vector<double> pushed(layout.elements()), applied(layout.elements());
     job.shard.log_to([&](const AppliedFrame& frame) {
       const std::size_t first = layout.frames()[frame.frame].first;
@@ -342,7 +342,7 @@ TEST(Shard, LosesNothingWhenClientsDieInTheMiddle) {
 // Makes room for a shard's snapshot and begins it.
 std::shared_ptr<Snapshot> begun_snapshot(Shard& shard, std::function<void()> done) {
   const auto snapshot = std::make_shared<Snapshot>(shard.outline());
-  for (auto& each : snapshot->slots) each.values.resize(shard.layout().elements());
+  for (auto& each : snapshot->arrays) each.values.resize(shard.layout().elements());
   shard.begin_snapshot(snapshot, std::move(done));
   return snapshot;
 }
@@ -356,7 +356,7 @@ Snapshot snapshot_of(Shard& shard) {
 TEST(Shard, SnapshotsAreOfOneMomentThoughPushesComeBetweenTheirBlocks) {
   const codec::FloatEnvironment environment;
   for (const bool atomic : {false, true}) {
-    Table table = some_table(1, "adam:rate=0.1");
+    ParameterTable table = some_table(1, "adam:rate=0.1");
     table.parameters.push_back({"large", {20 * kMostFrame}});
     table.atomic_push = atomic;
     Direct job(table);
@@ -374,15 +374,15 @@ TEST(Shard, SnapshotsAreOfOneMomentThoughPushesComeBetweenTheirBlocks) {
     EXPECT_TRUE(done);
     EXPECT_EQ(snapshot->version, before.version);
     EXPECT_EQ(snapshot->steps, before.steps);
-    for (std::size_t i = 0; i < before.slots.size(); ++i)
-      EXPECT_TRUE(same_bits(snapshot->slots[i].values, before.slots[i].values)) << i;
+    for (std::size_t i = 0; i < before.arrays.size(); ++i)
+      EXPECT_TRUE(same_bits(snapshot->arrays[i].values, before.arrays[i].values)) << i;
     EXPECT_GT(job.shard.version(), before.version);
   }
 }
 
 TEST(Shard, CopiesASnapshotInBlocks) {
   const codec::FloatEnvironment environment;
-  Table table = some_table();
+  ParameterTable table = some_table();
   table.parameters = {{"large", {100 * kMostFrame}}};
   Direct job(table);
   job.send(Op::kSet, 1, zeros_of(table));
@@ -394,21 +394,21 @@ TEST(Shard, CopiesASnapshotInBlocks) {
 
 TEST(Shard, GoesOnFromASnapshot) {
   const codec::FloatEnvironment environment;
-  const Table table = some_table(2, "adam:rate=0.1");
+  const ParameterTable table = some_table(2, "adam:rate=0.1");
   Direct job(table, 1);
   job.send(Op::kSet, 1, random_of(table, 1));
   job.send(Op::kPush, 1, random_of(table, 2));
   Shard other(snapshot_of(job.shard));
   EXPECT_EQ(other.version(), 1U);
   const Snapshot again = snapshot_of(other);
-  for (std::size_t i = 0; i < again.slots.size(); ++i)
-    EXPECT_TRUE(same_bits(again.slots[i].values, snapshot_of(job.shard).slots[i].values));
+  for (std::size_t i = 0; i < again.arrays.size(); ++i)
+    EXPECT_TRUE(same_bits(again.arrays[i].values, snapshot_of(job.shard).arrays[i].values));
   Snapshot broken = again;
-  broken.slots[1].values.pop_back();
+  broken.arrays[1].values.pop_back();
   EXPECT_THROW(Shard{broken}, InvalidArgument);
   for (const bool more : {false, true}) {
     broken = again;
-    more ? broken.slots.push_back(broken.slots[1]) : broken.slots.pop_back();
+    more ? broken.arrays.push_back(broken.arrays[1]) : broken.arrays.pop_back();
     EXPECT_THROW(Shard{broken}, InvalidArgument);
   }
 }

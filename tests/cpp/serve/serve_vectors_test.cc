@@ -17,8 +17,8 @@ namespace serve_vectors_test {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Table staged_table(std::uint32_t shards, DType dtype = DType::kFloat32) {
-  Table table = some_table(shards, "staged");
+ParameterTable staged_table(std::uint32_t shards, DType dtype = DType::kFloat32) {
+  ParameterTable table = some_table(shards, "staged");
   table.dtype = dtype;
   if (dtype == DType::kFloat64) table.codecs = {"none"};
   return table;
@@ -49,11 +49,11 @@ Whole whole_of(const Words& values, std::size_t words) {
 }
 
 // All shards of one vector each, by their layouts.
-std::vector<Vectors> cut(const Table& table, const std::map<std::string, Whole>& whole) {
+std::vector<Vectors> cut(const ParameterTable& table, const std::map<std::string, Whole>& whole) {
   std::vector<Vectors> shards;
   std::size_t first = 0;
   for (std::uint32_t i = 0; i < table.shards; ++i) {
-    const std::size_t count = Layout(table, codecs_of(table), i).elements();
+    const std::size_t count = ShardLayout(table, codecs_of(table), i).elements();
     Vectors& shard = shards.emplace_back(count, table.words(), block_of(table.elements()));
     for (const auto& [name, values] : whole)
       shard.put(name, words_of(values, table.words(), first, count));
@@ -74,7 +74,7 @@ using Name = std::vector<std::pair<std::string, std::string>>;
 
 TEST(BlockSums, HaveTheSameBitsForAnyNumberOfShards) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
-    const Table one = staged_table(1, dtype);
+    const ParameterTable one = staged_table(1, dtype);
     const std::map<std::string, Whole> whole = {{"w", random_whole(one.elements(), 1)},
                                                 {"g", random_whole(one.elements(), 2)}};
     const std::vector<Command> commands = {command::Dots{Name{{"w", "g"}, {"g", "g"}}},
@@ -126,10 +126,10 @@ TEST(BlockSums, CutVectorsOfAnySizeIntoBlocks) {
   EXPECT_EQ(block_of(2047), 1U);
   EXPECT_EQ(block_of(25'450), 16U);
   EXPECT_EQ(block_of(25'000'000), kMostBlock);
-  Table table = staged_table(1);
+  ParameterTable table = staged_table(1);
   table.parameters = {{"a", {70'000}}};
   table.shards = 1094;  // blocks of 64
-  EXPECT_EQ(Layout(table, codecs_of(table), 1093).elements(), 48U);
+  EXPECT_EQ(ShardLayout(table, codecs_of(table), 1093).elements(), 48U);
   table.shards = 1095;
   EXPECT_THROW(table.check(), InvalidArgument);
 }
@@ -142,10 +142,10 @@ class VectorsTest : public testing::TestWithParam<std::size_t> {
     return words_of(random_whole(kElements, seed), words(), 0, kElements);
   }
   Whole get(const std::string& name) const { return whole_of(*vectors.find(name), words()); }
-  std::vector<Result> run(std::vector<Command> commands) { return vectors.run(commands); }
+  std::vector<CommandResult> run(std::vector<Command> commands) { return vectors.run(commands); }
   void expect_refusal(const Command& command, const std::string& text) {
     try {
-      run({command::Copy{"trace", "w"}, command});
+      run({command::CopyVector{"trace", "w"}, command});
       ADD_FAILURE() << "nothing was refused for: " << text;
     } catch (const InvalidArgument& error) {
       EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
@@ -161,8 +161,8 @@ TEST_P(VectorsTest, CombineAsASumInFloat64) {
   put_w();
   vectors.put("d", make(2));
   const Whole w = get("w"), d = get("d");
-  run({command::Combine{"w", {{1.0, "w"}, {0.3, "d"}, {-0.7, "w"}}},
-       command::Combine{"e", {{-1.0, "d"}}}});
+  run({command::WeightedSum{"w", {{1.0, "w"}, {0.3, "d"}, {-0.7, "w"}}},
+       command::WeightedSum{"e", {{-1.0, "d"}}}});
   const Whole combined = get("w");
   for (std::size_t i = 0; i < kElements; ++i) {
     const volatile double a = 0.3 * d[i], b = -0.7 * w[i];  // no fused operations
@@ -177,16 +177,16 @@ TEST_P(VectorsTest, LeaveWhatOthersRead) {
   put_w();
   const SharedWords read = vectors.find("w");
   const Words before = *read;
-  for (int i = 0; i < 4; ++i) run({command::Combine{"w", {{2.0, "w"}}}});
+  for (int i = 0; i < 4; ++i) run({command::WeightedSum{"w", {{2.0, "w"}}}});
   EXPECT_TRUE(same_bits(*read, before));
 }
 
 TEST_P(VectorsTest, KeepCopiesApart) {
   put_w();
-  run({command::Copy{"old", "w"}, command::Combine{"w", {{3.0, "w"}}}});
+  run({command::CopyVector{"old", "w"}, command::WeightedSum{"w", {{3.0, "w"}}}});
   EXPECT_EQ(get("old"), whole_of(make(1), words()));
   EXPECT_NE(get("w"), get("old"));
-  const auto names = run({command::Names{}, command::Drop{"old"}, command::Names{}});
+  const auto names = run({command::ListNames{}, command::Drop{"old"}, command::ListNames{}});
   EXPECT_EQ(names[0].names, (std::vector<std::string>{"old", "w"}));
   EXPECT_EQ(names[2].names, (std::vector<std::string>{"w"}));
 }
@@ -215,7 +215,7 @@ TEST_P(VectorsTest, FoldStagedPushesOnce) {
   vectors.stage({7, {1, 0}}, make(99));  // again: the first one counts
   vectors.stage({8, {0, 0}}, make(50));
   EXPECT_EQ(vectors.staged(), 4U);
-  run({command::Fold{"g", 7, {{2, 0}, {0, 0}, {1, 0}}}});
+  run({command::FoldPushes{"g", 7, {{2, 0}, {0, 0}, {1, 0}}}});
   const Whole parts[] = {whole_of(make(12), words()), whole_of(make(10), words()),
                          whole_of(make(11), words())};
   const Whole folded = get("g");
@@ -225,7 +225,7 @@ TEST_P(VectorsTest, FoldStagedPushesOnce) {
   }
   vectors.stage({7, {0, 1}}, make(51));  // too late
   EXPECT_EQ(vectors.staged(), 1U);
-  expect_refusal(command::Fold{"g", 7, {{0, 1}}}, "batch 7 is over");
+  expect_refusal(command::FoldPushes{"g", 7, {{0, 1}}}, "batch 7 is over");
   run({command::Discard{false, 8}});
   vectors.stage({8, {5, 5}}, make(52));
   EXPECT_EQ(vectors.staged(), 0U);
@@ -236,28 +236,28 @@ TEST_P(VectorsTest, FoldStagedPushesOnce) {
 }
 
 TEST_P(VectorsTest, RefuseAndChangeNothing) {
-  expect_refusal(command::Names{}, "no initial values");
+  expect_refusal(command::ListNames{}, "no initial values");
   put_w();
   vectors.stage({7, {3, 4}}, make(2));
   const Words before = *vectors.find("w");
-  expect_refusal(command::Fold{"w", 7, {{3, 4}, {3, 5}}}, "push 5 of replica 3 to batch 7");
-  expect_refusal(command::Fold{"w", 7, {}}, "no pushes");
+  expect_refusal(command::FoldPushes{"w", 7, {{3, 4}, {3, 5}}}, "push 5 of replica 3 to batch 7");
+  expect_refusal(command::FoldPushes{"w", 7, {}}, "no pushes");
   expect_refusal(command::Dots{Name{{"w", "y"}}}, "no vector 'y'");
-  expect_refusal(command::Combine{"d", {{1.0, "gone"}}}, "no vector 'gone'");
-  expect_refusal(command::Combine{"d", {}}, "no terms");
-  expect_refusal(command::Copy{"", "w"}, "printable ASCII");
-  expect_refusal(command::Copy{"line\nbreak", "w"}, "printable ASCII");
-  expect_refusal(command::Copy{std::string(65, 'a'), "w"}, "printable ASCII");
+  expect_refusal(command::WeightedSum{"d", {{1.0, "gone"}}}, "no vector 'gone'");
+  expect_refusal(command::WeightedSum{"d", {}}, "no terms");
+  expect_refusal(command::CopyVector{"", "w"}, "printable ASCII");
+  expect_refusal(command::CopyVector{"line\nbreak", "w"}, "printable ASCII");
+  expect_refusal(command::CopyVector{std::string(65, 'a'), "w"}, "printable ASCII");
   expect_refusal(command::Drop{"w"}, "stay");
   expect_refusal(command::Drop{"y"}, "no vector 'y'");
   EXPECT_TRUE(same_bits(*vectors.find("w"), before));
-  EXPECT_EQ(run({command::Fold{"d", 7, {{3, 4}}}}).size(), 1U);
+  EXPECT_EQ(run({command::FoldPushes{"d", 7, {{3, 4}}}}).size(), 1U);
 }
 
 TEST_P(VectorsTest, HaveLimits) {
   put_w();
-  for (const char* name : {"a", "b", "c", "d", "e", "f"}) run({command::Copy{name, "w"}});
-  expect_refusal(command::Copy{"x", "w"}, "at most 8 vectors");
+  for (const char* name : {"a", "b", "c", "d", "e", "f"}) run({command::CopyVector{name, "w"}});
+  expect_refusal(command::CopyVector{"x", "w"}, "at most 8 vectors");
   for (std::uint64_t i = 0; i < 8; ++i) vectors.stage({1, {i, 0}}, make(1));
   EXPECT_THROW(vectors.stage({1, {8, 0}}, make(1)), InvalidArgument);
   const std::uint64_t two = 2 * kElements * words() * sizeof(float);
@@ -309,11 +309,11 @@ std::vector<Command> all_commands() {
   return {command::Dots{Name{{"a", "b"}, {"b", "b"}}},
           command::Absmax{"a"},
           command::Abssum{"b"},
-          command::Combine{"c", {{-0.5, "a"}, {kInfinity, "b"}}},
-          command::Copy{"d", "c"},
+          command::WeightedSum{"c", {{-0.5, "a"}, {kInfinity, "b"}}},
+          command::CopyVector{"d", "c"},
           command::Drop{"d"},
-          command::Names{},
-          command::Fold{"g", ~std::uint64_t{0}, {{1, 2}, {3, 4}}},
+          command::ListNames{},
+          command::FoldPushes{"g", ~std::uint64_t{0}, {{1, 2}, {3, 4}}},
           command::Discard{true, 0},
           command::Discard{false, 9}};
 }
@@ -322,8 +322,8 @@ TEST(Commands, PassWhatASenderWrites) {
   const auto bytes = pack(all_commands());
   const std::vector<Command> parsed = parse_commands(bytes);
   EXPECT_EQ(pack(parsed), bytes);
-  EXPECT_EQ(std::get<command::Fold>(parsed[7]).pushes.at(1), (PushName{3, 4}));
-  const std::vector<Result> results = {{.numbers = {{1, 2}, {}}}, {.names = {"a"}}, {}};
+  EXPECT_EQ(std::get<command::FoldPushes>(parsed[7]).pushes.at(1), (PushName{3, 4}));
+  const std::vector<CommandResult> results = {{.numbers = {{1, 2}, {}}}, {.names = {"a"}}, {}};
   EXPECT_EQ(parse_results(pack(results)), results);
 }
 
@@ -334,13 +334,13 @@ TEST(Commands, RefuseForeignBytes) {
   auto longer = bytes;
   longer.push_back({});
   EXPECT_THROW(parse_commands(longer), InvalidArgument);
-  auto unknown = pack(std::vector<Command>{command::Names{}});
+  auto unknown = pack(std::vector<Command>{command::ListNames{}});
   unknown.back() = std::byte{9};
   EXPECT_THROW(parse_commands(unknown), InvalidArgument);
-  EXPECT_THROW(parse_commands(pack(std::vector<Command>(kMostCommands + 1, command::Names{}))),
+  EXPECT_THROW(parse_commands(pack(std::vector<Command>(kMostCommands + 1, command::ListNames{}))),
                InvalidArgument);
   EXPECT_THROW(parse_commands(pack(std::vector<Command>{
-                   command::Fold{"g", 1, std::vector<PushName>(kMostItems + 1)}})),
+                   command::FoldPushes{"g", 1, std::vector<PushName>(kMostItems + 1)}})),
                InvalidArgument);
 }
 
@@ -351,7 +351,7 @@ class Coordinated : public testing::TestWithParam<DType> {
 
   void SetUp() override {
     job.wait(replica->join(soon()));
-    job.wait(coordinator->join(soon(), Role::kCoordinator));
+    job.wait(coordinator->join(soon(), ClientRole::kCoordinator));
     job.wait(replica->set(inputs(start), soon()));
   }
   // Arrays of words, with sensible numbers in them.
@@ -375,12 +375,12 @@ class Coordinated : public testing::TestWithParam<DType> {
     options.staged = {batch, name};
     job.wait(replica->push(inputs(gradient), options, Deadline::never(), soon()));
   }
-  std::shared_ptr<Call> ask(Client& client, const std::vector<Command>& commands) {
+  std::shared_ptr<ClientCall> ask(Client& client, const std::vector<Command>& commands) {
     auto call = client.ask(commands, soon());
     job.wait(call);
     return call;
   }
-  std::string refusal(const std::function<std::shared_ptr<Call>()>& request) {
+  std::string refusal(const std::function<std::shared_ptr<ClientCall>()>& request) {
     try {
       job.wait(request());
     } catch (const InvalidArgument& error) {
@@ -389,7 +389,7 @@ class Coordinated : public testing::TestWithParam<DType> {
     return "";
   }
 
-  const Table table = staged_table(3, GetParam());
+  const ParameterTable table = staged_table(3, GetParam());
   Job job{3, "inproc", /*threads=*/true};
   std::unique_ptr<Client> replica = job.connect(table, 0), coordinator = job.connect(table, 1);
   const Arrays start = random(1);
@@ -401,16 +401,17 @@ TEST_P(Coordinated, GradientsGoFromReplicasToTheParameters) {
   push(gradient, 1, {0, 0});
   push(random(3), 1, {0, 0});  // the same name again
   EXPECT_EQ(pull(), start);
-  ask(*coordinator, {command::Fold{"g", 1, {{0, 0}}}, command::Combine{"w", {{1.0, "g"}}}});
+  ask(*coordinator,
+      {command::FoldPushes{"g", 1, {{0, 0}}}, command::WeightedSum{"w", {{1.0, "g"}}}});
   EXPECT_EQ(pull(), gradient);
   EXPECT_EQ(replica->versions(), std::vector<std::uint64_t>(3, 1));
-  const auto results = ask(*replica, {command::Names{}})->results();
+  const auto results = ask(*replica, {command::ListNames{}})->results();
   EXPECT_EQ(results.at(2).at(0).names, (std::vector<std::string>{"g", "w"}));
 }
 
 TEST_P(Coordinated, CoordinatorsSeeNoValues) {
   Arrays values = start;
-  const auto no_access = [&](const std::function<std::shared_ptr<Call>()>& request) {
+  const auto no_access = [&](const std::function<std::shared_ptr<ClientCall>()>& request) {
     EXPECT_NE(refusal(request).find("a coordinator has no access"), std::string::npos);
   };
   no_access([&] { return coordinator->pull(spans_of<Values>(values), "none", soon()); });
@@ -420,7 +421,7 @@ TEST_P(Coordinated, CoordinatorsSeeNoValues) {
     options.staged = {1, {0, 0}};
     return coordinator->push(inputs(start), options, Deadline::never(), soon());
   });
-  ask(*coordinator, {command::Names{}});  // its channels go on
+  ask(*coordinator, {command::ListNames{}});  // its channels go on
 }
 
 TEST_P(Coordinated, ReplicasChangeNoVectors) {
@@ -434,37 +435,37 @@ TEST_P(Coordinated, ReplicasChangeNoVectors) {
 
 TEST_P(Coordinated, AnotherCoordinatorTakesThePlace) {
   const auto second = job.connect(table, 2);
-  job.wait(second->join(soon(), Role::kCoordinator));
-  ask(*second, {command::Copy{"kept", "w"}});
+  job.wait(second->join(soon(), ClientRole::kCoordinator));
+  ask(*second, {command::CopyVector{"kept", "w"}});
   EXPECT_THROW(ask(*coordinator, {command::Drop{"kept"}}), TransportError);
-  EXPECT_EQ(ask(*second, {command::Names{}})->results().at(0).at(0).names.size(), 2U);
+  EXPECT_EQ(ask(*second, {command::ListNames{}})->results().at(0).at(0).names.size(), 2U);
 }
 
 TEST_P(Coordinated, SnapshotsHoldVectorsAndNoPushes) {
   push(random(2), 1, {0, 0});
-  ask(*coordinator, {command::Combine{"d", {{2.0, "w"}}}, command::Copy{"w", "d"}});
+  ask(*coordinator, {command::WeightedSum{"d", {{2.0, "w"}}}, command::CopyVector{"w", "d"}});
   const Snapshot snapshot = job.servers[1]->snapshot(soon());
   EXPECT_EQ(snapshot.version, 1U);
-  ASSERT_EQ(snapshot.slots.size(), 2U);
+  ASSERT_EQ(snapshot.arrays.size(), 2U);
   Shard restored(snapshot);
-  EXPECT_TRUE(same_bits(restored.values(), snapshot.slots[0].values));
-  const std::vector<Command> fold = {command::Fold{"g", 1, {{0, 0}}}};
+  EXPECT_TRUE(same_bits(restored.values(), snapshot.arrays[0].values));
+  const std::vector<Command> fold = {command::FoldPushes{"g", 1, {{0, 0}}}};
   EXPECT_THROW(restored.ask(pack(fold), true), InvalidArgument);
   Snapshot damaged = snapshot;
-  damaged.slots[1].name = "v";
+  damaged.arrays[1].name = "v";
   EXPECT_THROW(Shard{damaged}, InvalidArgument);
   damaged = snapshot;
-  damaged.slots[0].values.pop_back();
+  damaged.arrays[0].values.pop_back();
   EXPECT_THROW(Shard{damaged}, InvalidArgument);
 }
 
 TEST_P(Coordinated, RequestsThatDoNotFitTheRuleAreRefused) {
   EXPECT_THROW(replica->push(inputs(start), {}, Deadline::never(), soon()), InvalidArgument);
   EXPECT_THROW(coordinator->ask(std::vector<Command>{}, soon()), InvalidArgument);
-  Table other = staged_table(1);
+  ParameterTable other = staged_table(1);
   other.divide = true;
   EXPECT_THROW(other.check(), InvalidArgument);
-  Table wide = some_table(1);
+  ParameterTable wide = some_table(1);
   wide.dtype = DType::kFloat64;
   EXPECT_THROW(wide.check(), InvalidArgument);
   Shard plain(some_table(1), 0);
@@ -474,31 +475,31 @@ TEST_P(Coordinated, RequestsThatDoNotFitTheRuleAreRefused) {
 INSTANTIATE_TEST_SUITE_P(DTypes, Coordinated, testing::Values(DType::kFloat32, DType::kFloat64));
 
 TEST(StagedPush, ComesWithAnyCodecAndCountsOnlyWhenWhole) {
-  const Table table = staged_table(1);
+  const ParameterTable table = staged_table(1);
   const Arrays gradient = random_of(table, 3);
   for (const std::string& codec : table.codecs) {
     Job job(1, "inproc", /*threads=*/true);
     const auto client = job.connect(table, 0), coordinator = job.connect(table, 1);
     job.wait(client->join(soon()));
-    job.wait(coordinator->join(soon(), Role::kCoordinator));
+    job.wait(coordinator->join(soon(), ClientRole::kCoordinator));
     job.wait(client->set(spans_of<Gradients>(gradient), soon()));
     PushOptions options{.codec = codec};
     options.staged = {4, {1, 2}};
     job.wait(client->push(spans_of<Gradients>(gradient), options, Deadline::never(), soon()));
-    const auto call = coordinator->ask(
-        std::vector<Command>{command::Fold{"g", 4, {{1, 2}}}, command::Dots{Name{{"g", "w"}}}},
-        soon());
+    const auto call = coordinator->ask(std::vector<Command>{command::FoldPushes{"g", 4, {{1, 2}}},
+                                                            command::Dots{Name{{"g", "w"}}}},
+                                       soon());
     job.wait(call);
     EXPECT_GT(total(call->results().at(0).at(1).numbers.at(0)), 0) << codec;
   }
   // A push whose last frame does not come leaves nothing.
   Shard shard(table, 0);
-  const Layout& layout = shard.layout();
+  const ShardLayout& layout = shard.layout();
   const auto send = [&](Op op, std::size_t frame, ConstBytes name) {
     const ShardFrame& part = layout.frames()[frame];
     std::vector<std::byte> payload(name.begin(), name.end());
     payload.resize(payload.size() + part.count * sizeof(float));
-    Message message;
+    ServeMessage message;
     message.header.op = op;
     message.header.flags = static_cast<std::uint8_t>(
         (frame == 0 ? kFirst : 0) | (frame + 1 == layout.frames().size() ? kLast : 0));
@@ -510,7 +511,8 @@ TEST(StagedPush, ComesWithAnyCodecAndCountsOnlyWhenWhole) {
   const StagedPush name{1, {2, 3}};
   const auto name_bytes = std::as_bytes(std::span(&name, 1));
   for (std::size_t i = 0; i < layout.frames().size(); ++i) send(Op::kSet, i, {});
-  const std::vector<std::byte> fold = pack(std::vector<Command>{command::Fold{"g", 1, {{2, 3}}}});
+  const std::vector<std::byte> fold =
+      pack(std::vector<Command>{command::FoldPushes{"g", 1, {{2, 3}}}});
   for (std::size_t i = 0; i + 1 < layout.frames().size(); ++i)
     send(Op::kPush, i, i == 0 ? name_bytes : ConstBytes());
   EXPECT_THROW(shard.ask(fold, true), InvalidArgument);
@@ -521,7 +523,7 @@ TEST(StagedPush, ComesWithAnyCodecAndCountsOnlyWhenWhole) {
 }
 
 TEST(StagedPush, CountsInTheBoundOfMemoryWhileItArrives) {
-  const Table table = staged_table(1);
+  const ParameterTable table = staged_table(1);
   const std::uint64_t each = table.elements() * sizeof(float);
   Shard shard(table, 0, /*memory=*/2 * 3 * each);  // half: the parameters and two pushes
   const auto& frames = shard.layout().frames();
@@ -531,7 +533,7 @@ TEST(StagedPush, CountsInTheBoundOfMemoryWhileItArrives) {
     const bool named = op == Op::kPush && frame == 0;
     std::vector<std::byte> payload((named ? sizeof name : 0) + frames[frame].count * sizeof(float));
     if (named) std::memcpy(payload.data(), &name, sizeof name);
-    Message message;
+    ServeMessage message;
     message.header.op = op;
     message.header.flags = static_cast<std::uint8_t>((frame == 0 ? kFirst : 0) |
                                                      (frame + 1 == frames.size() ? kLast : 0));

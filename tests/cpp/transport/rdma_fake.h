@@ -24,7 +24,7 @@ class FakeRdma : public testing::Test {
     settings.library = GRADWIRE_FAKE_IBVERBS;
     return std::make_shared<RdmaDevices>(settings);
   }
-  static Options options() {
+  static LinkOptions options() {
     return {.size = 2, .max_message = 64 * 1024, .messages = 4, .context = devices()};
   }
   static Transports mesh(int size) { return connect("rdma", size, options()); }
@@ -34,8 +34,9 @@ class FakeRdma : public testing::Test {
     std::array<std::unique_ptr<Transport>, 2> ends;
     std::array<std::string, 2> errors;
   };
-  static Couple couple(const Options& lower, const Options& higher, double seconds = kTestSeconds) {
-    const std::array<const Options*, 2> wanted{&lower, &higher};
+  static Couple couple(const LinkOptions& lower, const LinkOptions& higher,
+                       double seconds = kTestSeconds) {
+    const std::array<const LinkOptions*, 2> wanted{&lower, &higher};
     Ends ends = tcp_ends();
     std::array<UniqueFd, 2> sockets{std::move(ends.first), std::move(ends.second)};
     Couple made;
@@ -51,7 +52,7 @@ class FakeRdma : public testing::Test {
     });
     return made;
   }
-  static Options of_rank(Rank rank, Options options) {
+  static LinkOptions of_rank(Rank rank, LinkOptions options) {
     options.rank = rank;
     return options;
   }

@@ -18,14 +18,14 @@ namespace gradwire::transport {
 
 class TransportConformance : public testing::TestWithParam<const char*> {
  protected:
-  static Options small() {
-    Options options = fresh();
+  static LinkOptions small() {
+    LinkOptions options = fresh();
     options.max_message = 64 * 1024;
     options.messages = 4;
     return options;
   }
   // As they are by themselves, for one of two ranks.
-  static Options fresh() { return {.size = 2, .context = context_for(GetParam())}; }
+  static LinkOptions fresh() { return {.size = 2, .context = context_for(GetParam())}; }
   static bool has_processes() {
     const bool threads_only =
         GetParam() == std::string("inproc") || rdma_library != Verbs::kLibrary;
@@ -66,7 +66,7 @@ class TransportConformance : public testing::TestWithParam<const char*> {
 
  private:
   static std::unique_ptr<Transport> join(Rank rank, UniqueFd socket) {
-    Options options = small();
+    LinkOptions options = small();
     options.rank = rank;
     options.size = 2;
     auto transport = make_transport(GetParam(), options);
@@ -196,7 +196,7 @@ TEST_P(TransportConformance, SmallMessagesAmongLargeOnesKeepTheirOrder) {
 }
 
 TEST_P(TransportConformance, AFullShareOfOnePeerHoldsUpNoOther) {
-  Options shared = small();
+  LinkOptions shared = small();
   shared.messages_per_peer = 2;
   const Transports mesh = connect(GetParam(), 3, shared);
   send_until_full(*mesh[0], {1});
@@ -207,7 +207,7 @@ TEST_P(TransportConformance, AFullShareOfOnePeerHoldsUpNoOther) {
 }
 
 TEST_P(TransportConformance, AReleaseThatLeavesOtherReadersRings) {
-  Options shared = small();
+  LinkOptions shared = small();
   shared.messages_per_peer = 2;
   const Transports mesh = connect(GetParam(), 3, shared);
   const std::size_t sent = send_until_full(*mesh[0], {1, 2});
@@ -263,7 +263,7 @@ TEST_P(TransportConformance, NoWakeUpIsLost) {
 }
 
 TEST_P(TransportConformance, NoWakeUpForRoomIsLost) {
-  Options one_cell = small();
+  LinkOptions one_cell = small();
   one_cell.messages = 1;
   const Transports mesh = connect(GetParam(), 2, one_cell);
   constexpr std::size_t kRounds = 5'000;
@@ -367,12 +367,12 @@ TEST_P(TransportConformance, WhatAGonePeerLeftUnreadDoesNotFillTheStaging) {
 }
 
 TEST_P(TransportConformance, EndsThatDisagreeAreBothRefused) {
-  Options options[2] = {small(), small()};
+  LinkOptions options[2] = {small(), small()};
   options[1].max_message *= 2;
   Ends ends = ends_for(GetParam());
   UniqueFd sockets[2] = {std::move(ends.first), std::move(ends.second)};
   run_threads(2, [&](Rank rank) {
-    Options& mine = options[rank];
+    LinkOptions& mine = options[rank];
     mine.rank = rank;
     mine.size = 2;
     const auto self = make_transport(GetParam(), mine);

@@ -86,7 +86,7 @@ TEST(EmulatedLink, AFastReceiverWaitsForTheSender) {
 }
 
 TEST(EmulatedTransport, NeedsALink) {
-  EXPECT_THROW(make_transport("emulated", Options{.rank = 0, .size = 2}), InvalidArgument);
+  EXPECT_THROW(make_transport("emulated", LinkOptions{.rank = 0, .size = 2}), InvalidArgument);
 }
 
 }  // namespace transport_emulated_link_test

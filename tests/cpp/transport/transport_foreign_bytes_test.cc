@@ -13,7 +13,7 @@ namespace gradwire::transport {
 namespace transport_foreign_bytes_test {
 
 constexpr LinkId kLink{"test", 0, 1};
-const Options kOptions{.rank = 0, .size = 2, .max_message = 1024, .messages = 2};
+const LinkOptions kOptions{.rank = 0, .size = 2, .max_message = 1024, .messages = 2};
 
 std::vector<std::byte> frame_with(std::size_t bytes, std::size_t seed) {
   std::vector<std::byte> frame(frame_bytes(bytes));
@@ -32,8 +32,8 @@ std::vector<std::byte> stream_of(const std::vector<std::size_t>& lengths) {
   return stream;
 }
 
-Options options_of_rank(Rank rank) {
-  Options options = kOptions;
+LinkOptions options_of_rank(Rank rank) {
+  LinkOptions options = kOptions;
   options.rank = rank;
   return options;
 }
@@ -202,16 +202,17 @@ TEST(Arena, AReaderThatIsFarHasItsMessagesStreamed) {
 }
 
 TEST(Registry, UnknownNamesAndOptionsOutOfRangeSaySo) {
-  for (const Kind* kind : transport_kinds()) EXPECT_NO_THROW(open_transport(kind->name, {}));
+  for (const TransportKind* kind : transport_kinds())
+    EXPECT_NO_THROW(open_transport(kind->name, {}));
   EXPECT_THROW(make_transport("carrier_pigeon", kOptions), InvalidArgument);
   EXPECT_THROW(open_transport("carrier_pigeon", {}), InvalidArgument);
-  std::vector<Options> wrong(5, kOptions);
+  std::vector<LinkOptions> wrong(5, kOptions);
   wrong[0].rank = 2;
   wrong[1].max_message = 0;
   wrong[2].messages = 0;
   wrong[3].max_message = std::size_t{1} << 40;
   wrong[4].messages_per_peer = 0;
-  for (const Options& options : wrong)
+  for (const LinkOptions& options : wrong)
     EXPECT_THROW(make_transport("tcp", options), InvalidArgument);
 }
 

@@ -57,7 +57,7 @@ inline Ends tcp_ends() {
 
 inline Ends ends_for(std::string_view transport) {
   const auto kinds = transport_kinds();
-  const auto kind = std::ranges::find(kinds, transport, &Kind::name);
+  const auto kind = std::ranges::find(kinds, transport, &TransportKind::name);
   return (*kind)->sockets == Sockets::kUnix ? unix_ends() : tcp_ends();
 }
 
@@ -98,7 +98,7 @@ inline std::shared_ptr<RdmaDevices> rdma_devices() {
 }
 
 // What the transport's links need, where they need anything.
-inline std::shared_ptr<Context> context_for(std::string_view transport) {
+inline std::shared_ptr<TransportContext> context_for(std::string_view transport) {
   if (transport == "rdma") return rdma_devices();
   if (transport == "emulated") return fast_link();
   return nullptr;
@@ -118,7 +118,7 @@ inline Connection with_keys(UniqueFd socket, bool first) {
 }
 
 // A full mesh of `size` ranks of one transport.
-inline Transports connect(std::string_view name, int size, Options options = {}) {
+inline Transports connect(std::string_view name, int size, LinkOptions options = {}) {
   const auto count = static_cast<std::size_t>(size);
   std::vector<std::vector<UniqueFd>> sockets(count);
   for (auto& row : sockets) row.resize(count);
@@ -126,11 +126,11 @@ inline Transports connect(std::string_view name, int size, Options options = {})
     for (std::size_t b = a + 1; b < count; ++b)
       std::tie(sockets[a][b], sockets[b][a]) = ends_for(name);
   Transports mesh(count);
-  std::vector<std::shared_ptr<Context>> contexts(count, options.context);
+  std::vector<std::shared_ptr<TransportContext>> contexts(count, options.context);
   if (name == "emulated" || !options.context)  // each rank has a NIC of its own
     for (auto& context : contexts) context = context_for(name);
   run_threads(size, [&](Rank rank) {
-    Options mine = options;
+    LinkOptions mine = options;
     mine.rank = rank;
     mine.size = size;
     mine.context = contexts[static_cast<std::size_t>(rank)];

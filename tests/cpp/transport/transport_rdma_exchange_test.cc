@@ -233,7 +233,7 @@ class RdmaByHand : public FakeRdma {
     Ends ends = tcp_ends();
     const Rank peer = 1 - self;
     const LinkId back{"rdma", peer, self};
-    const Options mine = of_rank(self, options());
+    const LinkOptions mine = of_rank(self, options());
     send_hello(ends.second.get(), back, of_rank(peer, mine));
     for (const Message& message : words) say(ends.second.get(), message);
     if (closes) ::shutdown(ends.second.get(), SHUT_WR);
@@ -290,7 +290,7 @@ TEST_F(RdmaByHand, APeerThatTheNetworkDoesNotReachIsAnErrorWithTheRemedy) {
 
 // Its NIC acknowledges what is written to it, but the peer itself says nothing: it was stopped.
 TEST_F(RdmaByHand, APeerThatIsReachedAndNeverGreetsIsATimeout) {
-  const Options mine = of_rank(0, options());
+  const LinkOptions mine = of_rank(0, options());
   const auto rdma = std::dynamic_pointer_cast<RdmaDevices>(mine.context);
   const RdmaPort& port = rdma->ports()[0];
   const LinkId back{"rdma", kPeer, 0};

@@ -74,7 +74,7 @@ class RdmaMaking : public RdmaFaults, public testing::WithParamInterface<Making>
 
 TEST_P(RdmaMaking, AVerbThatFailsEndsBothEnds) {
   const auto& [verb, named, calls] = GetParam();
-  const Options lower = of_rank(0, options()), higher = of_rank(1, options());
+  const LinkOptions lower = of_rank(0, options()), higher = of_rank(1, options());
   const int before = fake.alive();
   for (int after = 0; after < calls; ++after) {
     SCOPED_TRACE(after);
@@ -123,7 +123,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST_F(RdmaFaults, AQueuePairIsTriedWithLessByValueBeforeItIsGivenUp) {
-  const Options lower = of_rank(0, options()), higher = of_rank(1, options());
+  const LinkOptions lower = of_rank(0, options()), higher = of_rank(1, options());
   fake.fail("ibv_create_qp", EINVAL, 0);
   const Couple pair = couple(lower, higher);
   expect_words(pair.errors[0], {"fake0: ibv_create_qp: Invalid argument"});
@@ -131,7 +131,7 @@ TEST_F(RdmaFaults, AQueuePairIsTriedWithLessByValueBeforeItIsGivenUp) {
 }
 
 TEST_F(RdmaFaults, TooLittleLockableMemoryIsToldWithTheRemedy) {
-  const Options lower = of_rank(0, options()), higher = of_rank(1, options());
+  const LinkOptions lower = of_rank(0, options()), higher = of_rank(1, options());
   fake.fail("ibv_reg_mr", ENOMEM, 0);
   const Couple pair = couple(lower, higher);
   expect_words(pair.errors[0],

@@ -15,7 +15,8 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportConformance);
 INSTANTIATE_TEST_SUITE_P(Rdma, TransportConformance, testing::ValuesIn(where_there_is_a_device()));
 
 TEST(Rdma, IsTestedWhereThereIsADevice) {
-  if (const Opened rdma = open_transport("rdma", {}); !rdma.usable()) GTEST_SKIP() << rdma.why_not;
+  if (const OpenedTransport rdma = open_transport("rdma", {}); !rdma.usable())
+    GTEST_SKIP() << rdma.why_not;
   for (const RdmaPort& port : rdma_devices()->ports()) std::printf("%s\n", port.describe().c_str());
 }
 

@@ -32,8 +32,8 @@ class RdmaTraffic : public FakeRdma {
     }
   }
   Couple plain() const { return couple(of_rank(0, usual()), of_rank(1, usual())); }
-  Options usual() const {
-    Options all = options();
+  LinkOptions usual() const {
+    LinkOptions all = options();
     all.context = devices_made;
     return all;
   }
@@ -102,7 +102,7 @@ TEST_F(RdmaTraffic, ManyBytesAskForACompletionEach) {
 // A message that is sent by value needs no staging once the device has it: all of a ring leaves one
 // cell, though no completion comes.
 TEST_F(RdmaTraffic, WhatGoesByValueFreesItsCellAtOnce) {
-  Options one_cell = usual();
+  LinkOptions one_cell = usual();
   one_cell.messages = 1;
   const Couple pair = couple(of_rank(0, one_cell), of_rank(1, one_cell));
   const std::array peers{1};
@@ -124,7 +124,7 @@ TEST_F(RdmaTraffic, CommitSendsWhatTheReaderHasRoomFor) {
 }
 
 TEST_F(RdmaTraffic, AnEndWaitsForWhatWasSentOnly) {
-  Options many = usual();
+  LinkOptions many = usual();
   many.messages = 16;
   Couple pair = couple(of_rank(0, many), of_rank(1, many));
   const std::array peers{1};
@@ -154,7 +154,7 @@ TEST_F(RdmaTraffic, ADeviceThatTakesLessByValueIsAskedForLess) {
 
 TEST_F(RdmaTraffic, MemoryIsRegisteredOnceForEachTransportAndPort) {
   fake.hardware()->ports = 4;
-  Options all = usual();
+  LinkOptions all = usual();
   all.context = devices();
   const int before = fake.calls("ibv_reg_mr");
   const Transports mesh = connect("rdma", 5, all);
@@ -172,7 +172,7 @@ TEST_F(RdmaTraffic, MemoryIsRegisteredOnceForEachTransportAndPort) {
 
 // A ring of two slots, and as many ranks as make it so.
 TEST_F(RdmaTraffic, TheSmallestRingServes) {
-  Options large = usual();
+  LinkOptions large = usual();
   large.size = 18;
   large.max_message = 1 << 20;
   const Couple pair = couple(of_rank(0, large), of_rank(1, large));
@@ -183,7 +183,7 @@ TEST_F(RdmaTraffic, TheSmallestRingServes) {
 
 TEST_F(RdmaTraffic, AMessageTooLargeForThePortIsRefused) {
   fake.hardware()->max_message = 64 * 1024 - 1;
-  Options narrow = usual();
+  LinkOptions narrow = usual();
   narrow.context = devices();
   const Couple pair = couple(of_rank(0, narrow), of_rank(1, narrow));
   for (const std::string& error : pair.errors) EXPECT_FALSE(error.empty());
@@ -192,7 +192,7 @@ TEST_F(RdmaTraffic, AMessageTooLargeForThePortIsRefused) {
 
 TEST_F(RdmaTraffic, AMessageWhoseLengthNoWordHoldsIsRefused) {
   fake.hardware()->max_message = 1U << 31;
-  Options wide = usual();
+  LinkOptions wide = usual();
   wide.context = devices();
   wide.max_message = 1 << 27;
   wide.messages = 1;
@@ -203,7 +203,7 @@ TEST_F(RdmaTraffic, AMessageWhoseLengthNoWordHoldsIsRefused) {
 // --- how queue pairs are configured ---
 
 TEST_F(RdmaTraffic, TheSmallerMtuOfTheTwoEndsIsUsed) {
-  Options small = usual();
+  LinkOptions small = usual();
   small.context = devices({.mtu = 1024});
   for (const auto& [lower, higher] : {std::pair{small, usual()}, std::pair{usual(), small}}) {
     fake.reset();
@@ -215,7 +215,7 @@ TEST_F(RdmaTraffic, TheSmallerMtuOfTheTwoEndsIsUsed) {
 }
 
 TEST_F(RdmaTraffic, TheSettingsReachTheQueuePair) {
-  Options all = usual();
+  LinkOptions all = usual();
   all.context = devices({.gid_index = 1, .traffic_class = 106, .service_level = 3, .timeout = 22});
   const Couple pair = couple(of_rank(0, all), of_rank(1, all));
   const ibv::QpAttr receive = fake.modified(ibv::kQpReadyToReceive);
@@ -231,7 +231,7 @@ TEST_F(RdmaTraffic, TheSettingsReachTheQueuePair) {
 
 TEST_F(RdmaTraffic, InfiniBandIsAddressedByLid) {
   fake.hardware()->link_layer = ibv::kLinkInfiniBand;
-  Options all = usual();
+  LinkOptions all = usual();
   all.context = devices();
   const Couple pair = couple(of_rank(0, all), of_rank(1, all));
   const ibv::AhAttr to = fake.modified(ibv::kQpReadyToReceive).ah_attr;
@@ -243,7 +243,7 @@ TEST_F(RdmaTraffic, InfiniBandIsAddressedByLid) {
 
 TEST_F(RdmaTraffic, EndsWithDifferentNumbersOfPortsMeet) {
   fake.hardware()->ports = 3;
-  Options many = usual();
+  LinkOptions many = usual();
   many.context = devices();
   const Couple pair = couple(of_rank(0, many), of_rank(1, usual()));
   ASSERT_TRUE(pair.ends[0] && pair.ends[1]) << pair.errors[0] << pair.errors[1];

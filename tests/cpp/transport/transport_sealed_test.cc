@@ -14,7 +14,7 @@ class Between {
     std::tie(sockets_[0], near_) = tcp_ends();
     std::tie(sockets_[1], far_) = tcp_ends();
     for (const Rank rank : {0, 1}) {
-      Options options{.rank = rank, .size = 2, .max_message = 1024};
+      LinkOptions options{.rank = rank, .size = 2, .max_message = 1024};
       ranks[rank] = make_transport("tcp", options);
       ranks[rank]->offer(with_keys(std::move(sockets_[rank]), rank == 0), 1 - rank);
     }

@@ -43,10 +43,10 @@ TEST(Shm, CellsTakeTurns) {
 
 // Descriptors that come where none is left are lost, and the kernel says so by MSG_CTRUNC alone.
 TEST(Shm, AShortageOfDescriptorsIsTold) {
-  const Options options{.size = 2};
+  const LinkOptions options{.size = 2};
   auto [one, other] = ends_for("shm");
   const auto left = make_transport("shm", options);
-  Options mine = options;
+  LinkOptions mine = options;
   mine.rank = 1;
   const auto right = make_transport("shm", mine);
   left->offer(std::move(one), 1);

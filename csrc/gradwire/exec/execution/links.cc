@@ -5,13 +5,13 @@
 
 namespace gradwire::exec {
 
-Links::Links(transport::Options options, transport::Contexts contexts)
+Links::Links(transport::LinkOptions options, transport::Contexts contexts)
     : options_(std::move(options)),
       contexts_(std::move(contexts)),
       link_of_(at(options_.size), -1) {}
 
 std::unique_ptr<transport::Transport> Links::make(std::string_view transport) const {
-  transport::Options options = options_;
+  transport::LinkOptions options = options_;
   const auto found = contexts_.find(transport);
   if (found != contexts_.end()) options.context = found->second;
   return transport::make_transport(transport, options);

@@ -16,7 +16,7 @@ namespace gradwire::exec {
 
 class Links {
  public:
-  explicit Links(transport::Options options, transport::Contexts contexts = {});
+  explicit Links(transport::LinkOptions options, transport::Contexts contexts = {});
 
   // Offers a link, see Transport::offer. Makes the transport if this is its first link.
   void offer(std::string_view transport, transport::Connection connection, Rank peer);
@@ -59,7 +59,7 @@ class Links {
 
   std::unique_ptr<transport::Transport> make(std::string_view transport) const;
 
-  transport::Options options_;
+  transport::LinkOptions options_;
   transport::Contexts contexts_;
   std::vector<std::unique_ptr<transport::Transport>> transports_;
   std::vector<int> link_of_;  // by peer; -1 for none

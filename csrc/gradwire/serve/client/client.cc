@@ -10,16 +10,16 @@
 namespace gradwire::serve {
 namespace {
 
-// Bytes of values that may stay in a cache; more would push each other out of it.
+// Values of more bytes are copied past the cache, where they would evict each other.
 constexpr std::uint64_t kCached = 16 << 20;
 
 bool alike(const PushOptions& a, const PushOptions& b) {
-  // A rate of 0 is the rule's own, and one of -0 is zero.
+  // A rate of 0 is the rule's own; -0 is a rate of zero.
   return a.codec == b.codec && a.codecs == b.codecs && a.feedback == b.feedback &&
          a.rate == b.rate && std::signbit(a.rate) == std::signbit(b.rate);
 }
 
-std::uint64_t bytes_of(const Table& table) {
+std::uint64_t bytes_of(const ParameterTable& table) {
   return table.elements() * table.words() * sizeof(float);
 }
 
@@ -30,7 +30,7 @@ void add(std::span<const float> x, std::vector<float>& sum) {
 
 }  // namespace
 
-Client::Client(Table table, ClientId id, std::vector<std::unique_ptr<Channel>> shards)
+Client::Client(ParameterTable table, ClientId id, std::vector<std::unique_ptr<Channel>> shards)
     : table_(std::move(table)),
       mark_(table_.mark()),
       id_(id),
@@ -43,9 +43,10 @@ Client::Client(Table table, ClientId id, std::vector<std::unique_ptr<Channel>> s
     throw InvalidArgument("there are channels to " + std::to_string(shards.size()) +
                           " shards, not " + std::to_string(table_.shards));
   for (std::size_t i = 0; i < shards.size(); ++i)
-    links_.push_back(Link{.channel = std::move(shards[i]),
-                          .layout = Layout(table_, codecs_, static_cast<std::uint32_t>(i))});
-  for (Link& link : links_) {
+    links_.push_back(
+        ShardLink{.channel = std::move(shards[i]),
+                  .layout = ShardLayout(table_, codecs_, static_cast<std::uint32_t>(i))});
+  for (ShardLink& link : links_) {
     by_channel_[link.channel.get()] = &link;
     poller_.add(*link.channel);
   }
@@ -104,8 +105,8 @@ void Client::check_sizes(const Arrays& arrays) const {
   }
 }
 
-std::shared_ptr<Call> Client::make_call(Op op, Deadline deadline) const {
-  auto call = std::make_shared<Call>();
+std::shared_ptr<ClientCall> Client::make_call(Op op, Deadline deadline) const {
+  auto call = std::make_shared<ClientCall>();
   call->op_ = op;
   call->deadline_ = deadline;
   call->answered_.resize(links_.size());
@@ -114,7 +115,7 @@ std::shared_ptr<Call> Client::make_call(Op op, Deadline deadline) const {
   return call;
 }
 
-std::shared_ptr<Call> Client::submit(std::shared_ptr<Call> call) {
+std::shared_ptr<ClientCall> Client::submit(std::shared_ptr<ClientCall> call) {
   {
     const std::lock_guard lock(mutex_);
     if (failure_) std::rethrow_exception(failure_);
@@ -124,19 +125,19 @@ std::shared_ptr<Call> Client::submit(std::shared_ptr<Call> call) {
   return call;
 }
 
-std::shared_ptr<Call> Client::join(Deadline deadline, Role role) {
+std::shared_ptr<ClientCall> Client::join(Deadline deadline, ClientRole role) {
   auto call = make_call(Op::kJoin, deadline);
   call->role_ = role;
   return submit(std::move(call));
 }
 
-std::shared_ptr<Call> Client::ask(Op op, std::uint64_t version, Deadline deadline) {
+std::shared_ptr<ClientCall> Client::ask(Op op, std::uint64_t version, Deadline deadline) {
   auto call = make_call(op, deadline);
   call->version_ = version;
   return submit(std::move(call));
 }
 
-std::shared_ptr<Call> Client::ask(std::span<const Command> commands, Deadline deadline) {
+std::shared_ptr<ClientCall> Client::ask(std::span<const Command> commands, Deadline deadline) {
   auto call = make_call(Op::kAsk, deadline);
   call->payload_ = pack(commands);
   if (parse_commands(call->payload_).empty()) throw InvalidArgument("ask: there are no commands");
@@ -145,14 +146,14 @@ std::shared_ptr<Call> Client::ask(std::span<const Command> commands, Deadline de
   return submit(std::move(call));
 }
 
-std::vector<std::vector<Result>> Call::results() const {
-  std::vector<std::vector<Result>> results;
+std::vector<std::vector<CommandResult>> ClientCall::results() const {
+  std::vector<std::vector<CommandResult>> results;
   for (const std::string& each : texts_)
     results.push_back(parse_results(std::as_bytes(std::span(each))));
   return results;
 }
 
-std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
+std::shared_ptr<ClientCall> Client::set(Gradients values, Deadline deadline) {
   check_sizes(values);
   auto call = make_call(Op::kSet, deadline);
   std::vector<std::uint8_t> plain(values.size());
@@ -161,7 +162,8 @@ std::shared_ptr<Call> Client::set(Gradients values, Deadline deadline) {
   return submit(std::move(call));
 }
 
-std::shared_ptr<Call> Client::pull(Values values, const std::string& codec, Deadline deadline) {
+std::shared_ptr<ClientCall> Client::pull(Values values, const std::string& codec,
+                                         Deadline deadline) {
   check_sizes(values);
   auto call = make_call(Op::kPull, deadline);
   call->codec_ = table_.index_of(codec);
@@ -169,7 +171,7 @@ std::shared_ptr<Call> Client::pull(Values values, const std::string& codec, Dead
   return submit(std::move(call));
 }
 
-void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& options) const {
+void Client::prepare_push(ClientCall& call, Gradients gradients, const PushOptions& options) const {
   std::vector<std::uint8_t> choice(gradients.size());
   for (std::size_t i = 0; i < choice.size(); ++i)
     choice[i] = static_cast<std::uint8_t>(
@@ -189,8 +191,8 @@ void Client::prepare_push(Call& call, Gradients gradients, const PushOptions& op
                                               std::move(choice), options.feedback);
 }
 
-std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions& options,
-                                   const WaitLimit& limit, Deadline deadline) {
+std::shared_ptr<ClientCall> Client::push(const Gradients& gradients, const PushOptions& options,
+                                         const WaitLimit& limit, Deadline deadline) {
   check_sizes(gradients);
   if (!std::isfinite(options.rate)) throw InvalidArgument("push: the rate is not finite");
   if (!options.codecs.empty() && options.codecs.size() != gradients.size())
@@ -229,7 +231,7 @@ std::shared_ptr<Call> Client::push(const Gradients& gradients, const PushOptions
 // Adds a push to the one that waits to be sent, and makes `call` that one. Returns false where that
 // one has other options. Called under merge_mutex_.
 bool Client::merge(const Gradients& gradients, const PushOptions& options, Deadline deadline,
-                   std::shared_ptr<Call>& call) {
+                   std::shared_ptr<ClientCall>& call) {
   const codec::FloatEnvironment environment;
   if (merged_.call && !alike(merged_.options, options)) return false;
   const bool first = !merged_.call;

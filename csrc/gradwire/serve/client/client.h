@@ -1,13 +1,12 @@
-// Client: one process's connection to all shards of a parameter server, and the one thread that
-// moves its data. Calls return at once, with a Call to wait for; until that is over the arrays of
-// the caller must stay, and those of a push unchanged.
+// Client: one process's connection to all shards of a parameter server, and the thread that moves
+// its data. Calls return at once, with a ClientCall to wait for. Until it is over, the caller's
+// arrays must stay valid, and those of a push unchanged.
 //
-// Pushes are encoded one after another. While two of them are not acknowledged, the next ones are
-// added up and go out as one when an acknowledgement comes, so that a slow network makes pushes
-// rarer and holds nobody up.
+// While two pushes are not acknowledged, further ones are added up, and sent as one when an
+// acknowledgement comes: a slow network makes pushes rarer, but holds nobody up.
 //
-// When a channel ends, all open calls end with TransportError, which names the shard, and so do
-// later ones: whoever wants to go on makes a new Client.
+// When a channel ends, all open and later calls end with TransportError, which names the shard. To
+// go on, make a new Client.
 #pragma once
 
 #include <condition_variable>
@@ -35,21 +34,22 @@ namespace gradwire::serve {
 // Pushes that may be under way; more are merged.
 inline constexpr std::size_t kMostUnacknowledged = 2;
 
-// One for each parameter, of words: see Table::words().
+// For each parameter, its words: see ParameterTable::words().
 using Values = std::vector<std::span<float>>;
 
 // One operation on all shards.
-class Call {
+class ClientCall {
  public:
   const Work& work() const noexcept { return work_; }
-  // When it is done: what each shard replied.
+  // What each shard replied; to be called when the work is done.
   const std::vector<std::string>& texts() const noexcept { return texts_; }
   const std::vector<std::uint64_t>& versions() const noexcept { return versions_; }
-  // Of commands. Throws InvalidArgument where a shard has replied what none would.
-  std::vector<std::vector<Result>> results() const;
-  // How many shards refused it: a push as too stale, initial values as there were some.
+  // Returns each shard's results of commands. Throws InvalidArgument for a malformed reply.
+  std::vector<std::vector<CommandResult>> results() const;
+  // Returns how many shards refused it: a push that is too stale, or initial values that are not
+  // the first.
   std::size_t refusals() const noexcept { return refusals_; }
-  // Whether this is a merged push, which sends a copy: the caller's arrays are free already.
+  // Returns whether this is a merged push, which sends a copy: the caller's arrays are free.
   bool copied() const noexcept { return !sums_.empty(); }
 
  private:
@@ -65,8 +65,8 @@ class Call {
   std::vector<bool> answered_;
   std::vector<std::string> texts_;
   std::vector<std::uint64_t>
-      versions_;                    // of a push until the replies: of the parameters it is from
-  Role role_ = Role::kReplica;      // of JOIN
+      versions_;  // of a push until the replies: of the parameters it is from
+  ClientRole role_ = ClientRole::kReplica;  // of JOIN
   std::vector<std::byte> payload_;  // of ASK; of a staged push: its name, before the first frame
   std::size_t refusals_ = 0;
   std::exception_ptr error_;
@@ -75,65 +75,65 @@ class Call {
   std::vector<std::vector<float>> sums_;                   // that outgoing_ sends, of merged pushes
   std::vector<std::vector<std::vector<std::byte>>> sent_;  // payloads by shard, to be given back
   std::shared_ptr<codec::ErrorFeedback> feedback_;
-  bool gives_back_ = false;  // a shard has refused it
+  bool gives_back_ = false;  // a shard has refused it as too stale
   bool over_ = false;
 };
 
 struct PushOptions {
   std::string codec = "none";
-  std::vector<std::string> codecs{};                 // of each parameter, in place of `codec`
-  std::shared_ptr<codec::ErrorFeedback> feedback{};  // of a lossy codec; null: what is lost is lost
+  std::vector<std::string> codecs{};                 // one for each parameter, in place of `codec`
+  std::shared_ptr<codec::ErrorFeedback> feedback{};  // null: what a lossy codec loses is lost
   float rate = 0;                                    // 0: the rule's
-  bool strict = false;  // wait for an acknowledgement rather than merge
-  // Of each shard, of the values that the gradients are from; empty: those pulled last.
+  bool strict = false;                               // wait for an acknowledgement; never merge
+  // For each shard, the version from which the gradients were computed; empty: those pulled last.
   std::vector<std::uint64_t> versions{};
-  // The name to be kept by, which a table with the rule kStaged needs, and no other takes.
+  // The push's name: required by a table with the rule kStaged, refused by others.
   std::optional<StagedPush> staged{};
 };
 
 class Client {
  public:
-  // `shards`: in their order. Throws InvalidArgument where the table has another number of them.
-  Client(Table table, ClientId id, std::vector<std::unique_ptr<Channel>> shards);
+  // `shards`: a channel to each shard, in order. Throws InvalidArgument for another number of them.
+  Client(ParameterTable table, ClientId id, std::vector<std::unique_ptr<Channel>> shards);
   ~Client();  // closes at once
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
   // Starts the thread. Without it turn() has to be called.
   void start();
-  // Handles what there is to do, without waiting; returns whether there was something.
+  // Does what there is to do, without waiting; returns whether there was something.
   bool turn();
   // Waits for pushes under way, says goodbye and ends the thread, within the limit. Calls that are
-  // open then end with Aborted.
+  // still open end with Aborted.
   void close(const WaitLimit& limit);
 
-  const Table& table() const noexcept { return table_; }
+  const ParameterTable& table() const noexcept { return table_; }
 
-  // Any thread may call these. A call that is not over at its deadline ends with Timeout.
-  std::shared_ptr<Call> join(Deadline deadline, Role role = Role::kReplica);
-  std::shared_ptr<Call> set(Gradients values, Deadline deadline);
-  // Throws Timeout or what check_interrupt() of the limit throws where `strict` has to wait.
-  std::shared_ptr<Call> push(const Gradients& gradients, const PushOptions& options,
-                             const WaitLimit& limit, Deadline deadline);
-  std::shared_ptr<Call> pull(Values values, const std::string& codec, Deadline deadline);
-  // Of kWait, kStats and kSnapshot.
-  std::shared_ptr<Call> ask(Op op, std::uint64_t version, Deadline deadline);
-  // Gives commands to the vectors of all shards; Call::results() has what each replied.
-  std::shared_ptr<Call> ask(std::span<const Command> commands, Deadline deadline);
+  // Any thread may call what follows. A call that is not over at its deadline ends with Timeout.
+  std::shared_ptr<ClientCall> join(Deadline deadline, ClientRole role = ClientRole::kReplica);
+  std::shared_ptr<ClientCall> set(Gradients values, Deadline deadline);
+  // With `strict`, waits for room; throws Timeout, or what check_interrupt() of the limit throws.
+  std::shared_ptr<ClientCall> push(const Gradients& gradients, const PushOptions& options,
+                                   const WaitLimit& limit, Deadline deadline);
+  std::shared_ptr<ClientCall> pull(Values values, const std::string& codec, Deadline deadline);
+  // `op`: kWait (until the shards have that version), kStats or kSnapshot.
+  std::shared_ptr<ClientCall> ask(Op op, std::uint64_t version, Deadline deadline);
+  // Gives commands to the vectors of all shards; ClientCall::results() has what each replied.
+  std::shared_ptr<ClientCall> ask(std::span<const Command> commands, Deadline deadline);
 
-  // Returns of each shard the version that this client pulled last; kNoVersion before.
+  // Returns, for each shard, the version that this client pulled last; kNoVersion before.
   std::vector<std::uint64_t> versions() const;
   std::uint64_t merged() const;  // pushes that were added to others
   std::uint64_t stale() const;   // refusals of pushes
 
  private:
-  struct Link {
+  struct ShardLink {
     std::unique_ptr<Channel> channel;
-    Layout layout;
-    std::size_t next = 0;  // frame of outgoing_.front()
-    int careful = 0;       // more frames, of which few are under way at a time
-    std::map<std::uint32_t, std::shared_ptr<Call>> waiting{};  // for a reply of one frame
-    std::deque<std::shared_ptr<Call>> pulls{};
+    ShardLayout layout;
+    std::size_t next = 0;    // frame of outgoing_.front()
+    int limited_frames = 0;  // frames still to be sent with few unread at a time
+    std::map<std::uint32_t, std::shared_ptr<ClientCall>> waiting{};  // for a reply of one frame
+    std::deque<std::shared_ptr<ClientCall>> pulls{};
     std::size_t pulled = 0;  // frames of the first pull
     std::uint64_t pulled_version = 0;
     std::vector<float> mirror{};  // of pulled differences
@@ -141,72 +141,72 @@ class Client {
     bool removed = false;         // from the poller, when it has ended
   };
   struct Merged {
-    std::shared_ptr<Call> call;
+    std::shared_ptr<ClientCall> call;
     PushOptions options;
   };
 
-  std::shared_ptr<Call> make_call(Op op, Deadline deadline) const;
-  std::shared_ptr<Call> submit(std::shared_ptr<Call> call);
+  std::shared_ptr<ClientCall> make_call(Op op, Deadline deadline) const;
+  std::shared_ptr<ClientCall> submit(std::shared_ptr<ClientCall> call);
   template <typename Arrays>
   void check_sizes(const Arrays& arrays) const;
-  void prepare_push(Call& call, Gradients gradients, const PushOptions& options) const;
+  void prepare_push(ClientCall& call, Gradients gradients, const PushOptions& options) const;
   bool merge(const Gradients& gradients, const PushOptions& options, Deadline deadline,
-             std::shared_ptr<Call>& call);
+             std::shared_ptr<ClientCall>& call);
 
   bool pass();
   bool serve(Channel& channel);
   bool take_submitted();
   bool submit_merged();
-  void start_call(const std::shared_ptr<Call>& call);
-  void join(Link& link, const std::shared_ptr<Call>& call);
-  void request(Link& link, const Call& call, std::uint32_t extra = 0);
-  MessageHeader header_of(const Call& call) const;
-  bool send_frame(Link& link);
+  void start_call(const std::shared_ptr<ClientCall>& call);
+  void join(ShardLink& link, const std::shared_ptr<ClientCall>& call);
+  void request(ShardLink& link, const ClientCall& call, std::uint32_t extra = 0);
+  MessageHeader header_of(const ClientCall& call) const;
+  bool send_frame(ShardLink& link);
   bool open_outgoing();
-  void remember(Link& link, Call& call, ConstBytes payload);
+  void remember(ShardLink& link, ClientCall& call, ConstBytes payload);
   void next_outgoing();
   void drop_first_outgoing();
-  bool take_message(Link& link);
-  void handle(Link& link, const Message& message);
-  void take_values(Link& link, const Message& message);
-  void take_refused_pull(Link& link, const Message& message);
-  void install(Link& link, const ShardFrame& frame, const Message& message, const Call& call,
-               bool dense);
-  void note_version(const Link& link, std::uint64_t version);
-  void answered(const Link& link, const std::shared_ptr<Call>& call);
-  void refused(Link& link, Call& call, const Message& reply);
+  bool take_message(ShardLink& link);
+  void handle(ShardLink& link, const ServeMessage& message);
+  void take_values(ShardLink& link, const ServeMessage& message);
+  void take_refused_pull(ShardLink& link, const ServeMessage& message);
+  void install(ShardLink& link, const ShardFrame& frame, const ServeMessage& message,
+               const ClientCall& call, bool dense);
+  void note_version(const ShardLink& link, std::uint64_t version);
+  void answered(const ShardLink& link, const std::shared_ptr<ClientCall>& call);
+  void refused(ShardLink& link, ClientCall& call, const ServeMessage& reply);
   void give_back_refused();
-  void finish(const std::shared_ptr<Call>& call, const std::exception_ptr& error);
-  void cut_short(const std::shared_ptr<Call>& call, const std::exception_ptr& error);
+  void finish(const std::shared_ptr<ClientCall>& call, const std::exception_ptr& error);
+  void cut_short(const std::shared_ptr<ClientCall>& call, const std::exception_ptr& error);
   void await_pushes(const WaitLimit& limit);
   void await_acknowledgement(std::uint64_t seen, const WaitLimit& limit);
-  bool may_expire(const std::shared_ptr<Call>& call) const;
+  bool may_expire(const std::shared_ptr<ClientCall>& call) const;
   void expire();
   void look_for_ends();
   void fail(const std::exception_ptr& error);
   void say_goodbye(const WaitLimit& limit);
   Deadline earliest() const;
   void run();
-  std::size_t index_of(const Link& link) const;
+  std::size_t index_of(const ShardLink& link) const;
 
-  const Table table_;
+  const ParameterTable table_;
   const std::uint16_t mark_;  // of the table
   const ClientId id_;
   const Codecs codecs_;
   const Copy install_;  // copies pulled values to the arrays of the caller
-  std::vector<Link> links_;
-  std::map<Channel*, Link*> by_channel_;
+  std::vector<ShardLink> links_;
+  std::map<Channel*, ShardLink*> by_channel_;
   Poller poller_;
-  std::vector<std::shared_ptr<Call>> open_;
-  std::deque<std::shared_ptr<Call>> outgoing_;  // the first one is being sent
-  bool opened_ = false;                         // outgoing_.front()'s residuals
-  std::vector<std::shared_ptr<Call>> returning_;
+  std::vector<std::shared_ptr<ClientCall>> open_;
+  std::deque<std::shared_ptr<ClientCall>> outgoing_;  // the first one is being sent
+  bool opened_ = false;                               // outgoing_.front()'s residuals
+  std::vector<std::shared_ptr<ClientCall>> returning_;
   std::uint32_t next_sequence_ = 1;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable acknowledged_;
   std::uint64_t acknowledgements_ = 0;  // pushes that ended
-  std::vector<std::shared_ptr<Call>> submitted_;
+  std::vector<std::shared_ptr<ClientCall>> submitted_;
   std::vector<std::uint64_t> versions_;
   std::size_t unacknowledged_ = 0;  // pushes
   std::uint64_t merged_count_ = 0, stale_count_ = 0;

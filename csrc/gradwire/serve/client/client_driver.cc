@@ -14,9 +14,9 @@
 namespace gradwire::serve {
 namespace {
 
-// Who makes a small request makes the next one soon, as a rule. For so many frames of a push to a
-// shard fewer are under way, behind which that one would wait.
-constexpr int kCarefulFrames = 64;
+// After a small request another one is likely soon, and must not wait behind many frames of a push:
+// so the next kLimitedFrames frames to that shard go out with at most kFewUnread unread.
+constexpr int kLimitedFrames = 64;
 constexpr int kFewUnread = 2;
 
 }  // namespace
@@ -56,7 +56,7 @@ bool Client::pass() {
 void Client::say_goodbye(const WaitLimit& limit) {
   const codec::FloatEnvironment environment;
   fail(std::make_exception_ptr(Aborted("the client of the parameter server was closed")));
-  for (Link& link : links_) {
+  for (ShardLink& link : links_) {
     MessageHeader goodbye;
     goodbye.client = id_;
     goodbye.table = mark_;
@@ -72,7 +72,7 @@ void Client::say_goodbye(const WaitLimit& limit) {
 }
 
 bool Client::take_submitted() {
-  std::vector<std::shared_ptr<Call>> calls;
+  std::vector<std::shared_ptr<ClientCall>> calls;
   {
     const std::lock_guard lock(mutex_);
     calls.swap(submitted_);
@@ -81,8 +81,8 @@ bool Client::take_submitted() {
   return !calls.empty();
 }
 
-// Sends the merged pushes when an acknowledgement has made room. Whoever adds to them at this
-// moment wakes this thread afterwards.
+// Sends the merged pushes when an acknowledgement has made room. A thread that holds the lock, to
+// add to them, wakes this one afterwards.
 bool Client::submit_merged() {
   const std::unique_lock merging(merge_mutex_, std::try_to_lock);
   if (!merging || !merged_.call) return false;
@@ -95,12 +95,12 @@ bool Client::submit_merged() {
   return true;
 }
 
-void Client::start_call(const std::shared_ptr<Call>& call) {
+void Client::start_call(const std::shared_ptr<ClientCall>& call) {
   call->sequence_ = next_sequence_++;
   open_.push_back(call);
   if (call->outgoing_) outgoing_.push_back(call);
-  for (Link& link : links_) {
-    poller_.rouse(*link.channel);
+  for (ShardLink& link : links_) {
+    poller_.resume(*link.channel);
     if (call->op_ == Op::kPull) {
       link.pulls.push_back(call);
       const bool differences = pulls_differences(*codecs_[call->codec_]);
@@ -115,7 +115,7 @@ void Client::start_call(const std::shared_ptr<Call>& call) {
   }
 }
 
-MessageHeader Client::header_of(const Call& call) const {
+MessageHeader Client::header_of(const ClientCall& call) const {
   MessageHeader header;
   header.op = call.op_;
   header.codec = call.codec_;
@@ -126,15 +126,15 @@ MessageHeader Client::header_of(const Call& call) const {
   return header;
 }
 
-void Client::request(Link& link, const Call& call, std::uint32_t extra) {
+void Client::request(ShardLink& link, const ClientCall& call, std::uint32_t extra) {
   MessageHeader header = header_of(call);
   header.extra = extra;
   link.channel->post(header, call.payload_);
-  link.careful = kCarefulFrames;
+  link.limited_frames = kLimitedFrames;
 }
 
 // Sends the table, in as many frames as it takes.
-void Client::join(Link& link, const std::shared_ptr<Call>& call) {
+void Client::join(ShardLink& link, const std::shared_ptr<ClientCall>& call) {
   const std::string text = table_.text();
   MessageHeader header = header_of(*call);
   header.table = 0;
@@ -148,12 +148,12 @@ void Client::join(Link& link, const std::shared_ptr<Call>& call) {
   link.waiting[call->sequence_] = call;
 }
 
-std::size_t Client::index_of(const Link& link) const {
+std::size_t Client::index_of(const ShardLink& link) const {
   return static_cast<std::size_t>(&link - links_.data());
 }
 
 bool Client::serve(Channel& channel) {
-  Link& link = *by_channel_.at(&channel);
+  ShardLink& link = *by_channel_.at(&channel);
   bool moved = channel.send_queued();
   moved = send_frame(link) || moved;
   moved = take_message(link) || moved;
@@ -162,14 +162,14 @@ bool Client::serve(Channel& channel) {
 }
 
 // Sends the next frame of the push, or the initial values, that all shards are at.
-bool Client::send_frame(Link& link) {
+bool Client::send_frame(ShardLink& link) {
   if (outgoing_.empty() || !open_outgoing()) return false;
-  const std::shared_ptr<Call> call = outgoing_.front();
+  const std::shared_ptr<ClientCall> call = outgoing_.front();
   const auto& frames = link.layout.frames();
   if (link.next >= frames.size()) return false;
-  const Bytes room = link.channel->room(link.careful > 0 ? kFewUnread : kWindow);
+  const Bytes room = link.channel->room(link.limited_frames > 0 ? kFewUnread : kWindow);
   if (room.empty()) return false;
-  if (link.careful > 0) --link.careful;
+  if (link.limited_frames > 0) --link.limited_frames;
   const ShardFrame& frame = frames[link.next];
   const bool last = link.next + 1 == frames.size();
   MessageHeader header = header_of(*call);
@@ -187,19 +187,18 @@ bool Client::send_frame(Link& link) {
   if (last) link.waiting[call->sequence_] = call;
   ++link.next;
   link.channel->send(header);
-  if (last && std::ranges::all_of(links_, [](const Link& each) {
+  if (last && std::ranges::all_of(links_, [](const ShardLink& each) {
         return each.next == each.layout.frames().size();
       }))
     next_outgoing();
   return true;
 }
 
-// Opens the residuals of the first push that is to be sent. Where they are in use elsewhere, that
-// push fails.
+// Opens the residuals of the push that is to be sent next. Where they are in use, that push fails.
 bool Client::open_outgoing() {
   if (opened_) return true;
   give_back_refused();
-  const std::shared_ptr<Call> call = outgoing_.front();
+  const std::shared_ptr<ClientCall> call = outgoing_.front();
   try {
     call->outgoing_->open();
     opened_ = true;
@@ -211,28 +210,29 @@ bool Client::open_outgoing() {
 }
 
 // Keeps a payload for as long as a shard may refuse it.
-void Client::remember(Link& link, Call& call, ConstBytes payload) {
+void Client::remember(ShardLink& link, ClientCall& call, ConstBytes payload) {
   const bool refusable = table_.max_staleness != std::numeric_limits<std::uint64_t>::max();
   if (!refusable || !call.feedback_) return;
   call.sent_.resize(links_.size());
   call.sent_[index_of(link)].emplace_back(payload.begin(), payload.end());
 }
 
-// Goes on with the next push. What shards did not get whole, and so drop, stays in the residuals.
+// Goes on with the next push. Frames of this one that shards did not get, or drop as incomplete, go
+// into the residuals.
 void Client::next_outgoing() {
   Outgoing& outgoing = *outgoing_.front()->outgoing_;
-  for (Link& link : links_) {
+  for (ShardLink& link : links_) {
     const auto& frames = link.layout.frames();
     if (std::exchange(link.next, 0) < frames.size())
       for (const ShardFrame& frame : frames) outgoing.keep(link.layout, frame);
-    poller_.rouse(*link.channel);
+    poller_.resume(*link.channel);
   }
   outgoing.close();
   opened_ = false;
   outgoing_.pop_front();
 }
 
-bool Client::take_message(Link& link) {
+bool Client::take_message(ShardLink& link) {
   const auto message = link.channel->next();
   if (!message) return false;
   try {
@@ -244,7 +244,7 @@ bool Client::take_message(Link& link) {
   return true;
 }
 
-void Client::handle(Link& link, const Message& message) {
+void Client::handle(ShardLink& link, const ServeMessage& message) {
   const MessageHeader& header = message.header;
   if (!header.has(kReply)) throw InvalidArgument("the server sent a request");
   if (header.op == Op::kBye)
@@ -254,7 +254,7 @@ void Client::handle(Link& link, const Message& message) {
     return header.has(kRefused) ? take_refused_pull(link, message) : take_values(link, message);
   const auto found = link.waiting.find(header.sequence);
   if (found == link.waiting.end()) return;  // of a call that has timed out
-  const std::shared_ptr<Call> call = found->second;
+  const std::shared_ptr<ClientCall> call = found->second;
   if (call->op_ != header.op) throw InvalidArgument("a reply is to another request");
   link.waiting.erase(found);
   if (header.has(kRefused)) refused(link, *call, message);
@@ -264,12 +264,12 @@ void Client::handle(Link& link, const Message& message) {
   answered(link, call);
 }
 
-void Client::note_version(const Link& link, std::uint64_t version) {
+void Client::note_version(const ShardLink& link, std::uint64_t version) {
   const std::lock_guard lock(mutex_);
   versions_[index_of(link)] = version;
 }
 
-void Client::answered(const Link& link, const std::shared_ptr<Call>& call) {
+void Client::answered(const ShardLink& link, const std::shared_ptr<ClientCall>& call) {
   call->answered_[index_of(link)] = true;
   if (std::ranges::find(call->answered_, false) != call->answered_.end()) return;
   if (call->gives_back_)
@@ -278,8 +278,8 @@ void Client::answered(const Link& link, const std::shared_ptr<Call>& call) {
     finish(call, call->error_);
 }
 
-// A push that is too stale and initial values that came second are no errors.
-void Client::refused(Link& link, Call& call, const Message& reply) {
+// A push that is too stale and initial values that are not the first are no errors.
+void Client::refused(ShardLink& link, ClientCall& call, const ServeMessage& reply) {
   ++call.refusals_;
   const auto why = static_cast<Refusal>(reply.header.count);
   if (why == Refusal::kHasValues) return;
@@ -315,12 +315,12 @@ void Client::give_back_refused() {
 }
 
 // Takes a frame of the pull that this shard answers.
-void Client::take_values(Link& link, const Message& message) {
+void Client::take_values(ShardLink& link, const ServeMessage& message) {
   const MessageHeader& header = message.header;
   const auto& frames = link.layout.frames();
   if (link.pulls.empty() || header.sequence != link.pulls.front()->sequence_)
     throw InvalidArgument("values came that were not pulled");
-  const std::shared_ptr<Call> call = link.pulls.front();
+  const std::shared_ptr<ClientCall> call = link.pulls.front();
   const ShardFrame& frame = frames[link.pulled];
   const bool dense = header.codec == 0 && pulls_differences(*codecs_[call->codec_]);
   if (!link.layout.is_described(link.pulled, header) || (header.codec != call->codec_ && !dense))
@@ -339,21 +339,21 @@ void Client::take_values(Link& link, const Message& message) {
 }
 
 // A coordinator has no access to values.
-void Client::take_refused_pull(Link& link, const Message& message) {
+void Client::take_refused_pull(ShardLink& link, const ServeMessage& message) {
   if (link.pulls.empty() || link.pulled > 0 ||
       message.header.sequence != link.pulls.front()->sequence_)
     throw InvalidArgument("a refusal came of a pull that was not asked for");
-  const std::shared_ptr<Call> call = link.pulls.front();
+  const std::shared_ptr<ClientCall> call = link.pulls.front();
   link.pulls.pop_front();
   if (call->over_) return;
   refused(link, *call, message);
   answered(link, call);
 }
 
-// Differences are added to the mirror even where nobody waits for them any more: the server counts
-// on it.
-void Client::install(Link& link, const ShardFrame& frame, const Message& message, const Call& call,
-                     bool dense) {
+// Differences are added to the mirror even where nobody waits for them any more: the server assumes
+// that they are.
+void Client::install(ShardLink& link, const ShardFrame& frame, const ServeMessage& message,
+                     const ClientCall& call, bool dense) {
   const codec::Codec& codec = *codecs_[message.header.codec];
   const bool differences = pulls_differences(*codecs_[call.codec_]);
   float* mirror = nullptr;
@@ -365,18 +365,18 @@ void Client::install(Link& link, const ShardFrame& frame, const Message& message
   }
   if (call.over_) return;
   ConstBytes rest = message.payload;
-  for (const Piece& piece : link.layout.pieces(frame)) {
+  for (const ParameterSpan& span : link.layout.spans(frame)) {
     const std::size_t words = link.layout.words();
-    float* const to = call.values_[piece.parameter].data() + piece.offset * words;
-    const std::size_t plain = piece.count * words * sizeof(float);
+    float* const to = call.values_[span.parameter].data() + span.offset * words;
+    const std::size_t plain = span.count * words * sizeof(float);
     if (differences) {
-      std::memcpy(to, mirror + (piece.first - frame.first), plain);
+      std::memcpy(to, mirror + (span.first - frame.first), plain);
     } else if (message.header.codec == 0 && rest.size() >= plain) {
       // decode() would also look whether all are finite.
       install_(reinterpret_cast<std::byte*>(to), rest.data(), plain);
       rest = rest.subspan(plain);
     } else {
-      rest = rest.subspan(codec.decode(rest, to, piece.count).bytes);
+      rest = rest.subspan(codec.decode(rest, to, span.count).bytes);
     }
   }
   if (!differences && !rest.empty())

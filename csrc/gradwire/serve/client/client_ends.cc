@@ -7,10 +7,10 @@
 
 namespace gradwire::serve {
 
-void Client::finish(const std::shared_ptr<Call>& call, const std::exception_ptr& error) {
+void Client::finish(const std::shared_ptr<ClientCall>& call, const std::exception_ptr& error) {
   if (std::exchange(call->over_, true)) return;
   std::erase(open_, call);
-  for (Link& link : links_) link.waiting.erase(call->sequence_);
+  for (ShardLink& link : links_) link.waiting.erase(call->sequence_);
   if (call->op_ == Op::kPush) {
     const std::lock_guard lock(mutex_);
     --unacknowledged_;
@@ -21,25 +21,25 @@ void Client::finish(const std::shared_ptr<Call>& call, const std::exception_ptr&
   call->work_.finish(error);
 }
 
-// Ends a call before all shards have answered. What one of them has refused goes into the residuals
-// all the same, and no shard keeps a WAIT that nobody waits for.
-void Client::cut_short(const std::shared_ptr<Call>& call, const std::exception_ptr& error) {
+// Ends a call before all shards have answered. Payloads that a shard has refused still go into the
+// residuals, and shards are told to drop a WAIT.
+void Client::cut_short(const std::shared_ptr<ClientCall>& call, const std::exception_ptr& error) {
   if (call->gives_back_) {
     call->error_ = error;
     returning_.push_back(call);
     give_back_refused();
   }
-  for (Link& link : links_) {
+  for (ShardLink& link : links_) {
     if (call->op_ != Op::kWait || call->answered_[index_of(link)]) continue;
     request(link, *call, /*extra=*/1);
-    poller_.rouse(*link.channel);
+    poller_.resume(*link.channel);
   }
   finish(call, error);
 }
 
-// Returns whether a call's deadline counts now: pushes that wait for their turn have it from the
-// one that is sent.
-bool Client::may_expire(const std::shared_ptr<Call>& call) const {
+// Returns whether a call's deadline counts now: not for pushes that wait behind the one that is
+// being sent.
+bool Client::may_expire(const std::shared_ptr<ClientCall>& call) const {
   const auto found = std::ranges::find(outgoing_, call);
   return found == outgoing_.end() || found == outgoing_.begin();
 }
@@ -55,7 +55,7 @@ void Client::expire() {
   for (const auto& call : std::vector(open_)) {
     if (!call->deadline_.passed() || !may_expire(call)) continue;
     std::string who;
-    for (const Link& link : links_)
+    for (const ShardLink& link : links_)
       if (!call->answered_[index_of(link)])
         (who += who.empty() ? "" : ", ") += link.channel->peer();
     if (!outgoing_.empty() && outgoing_.front() == call) drop_first_outgoing();
@@ -72,7 +72,7 @@ void Client::drop_first_outgoing() {
 }
 
 void Client::look_for_ends() {
-  for (Link& link : links_) {
+  for (ShardLink& link : links_) {
     if (!link.channel->ended() || link.removed) continue;
     link.removed = true;
     poller_.remove(*link.channel);

@@ -10,7 +10,7 @@
 
 namespace gradwire::serve {
 
-Outgoing::Outgoing(const Table& table, Gradients gradients, const Codecs& codecs,
+Outgoing::Outgoing(const ParameterTable& table, Gradients gradients, const Codecs& codecs,
                    std::vector<std::uint8_t> choice, std::shared_ptr<codec::ErrorFeedback> feedback)
     : table_(&table),
       gradients_(std::move(gradients)),
@@ -33,47 +33,48 @@ void Outgoing::open() {
     codec(i).prepare(gradients_[i].data(), gradients_[i].size(), transaction_.context(i));
 }
 
-codec::EncodeContext Outgoing::context(const Piece& piece) const {
+codec::EncodeContext Outgoing::context(const ParameterSpan& span) const {
   if (!transaction_.is_open()) return {};
-  return transaction_.context(piece.parameter).from(piece.offset);
+  return transaction_.context(span.parameter).from(span.offset);
 }
 
-std::uint16_t Outgoing::codec_of(const Layout& layout, const ShardFrame& frame) const {
-  const auto pieces = layout.pieces(frame);
-  const std::uint8_t first = choice_[pieces.front().parameter];
+std::uint16_t Outgoing::codec_of(const ShardLayout& layout, const ShardFrame& frame) const {
+  const auto spans = layout.spans(frame);
+  const std::uint8_t first = choice_[spans.front().parameter];
   const bool alike = std::ranges::all_of(
-      pieces, [&](const Piece& piece) { return choice_[piece.parameter] == first; });
+      spans, [&](const ParameterSpan& span) { return choice_[span.parameter] == first; });
   return alike ? first : kMixedCodecs;
 }
 
-std::size_t Outgoing::encode(const Layout& layout, const ShardFrame& frame, Bytes out, Copy copy) {
+std::size_t Outgoing::encode(const ShardLayout& layout, const ShardFrame& frame, Bytes out,
+                             Copy copy) {
   std::size_t bytes = 0;
   if (codec_of(layout, frame) == kMixedCodecs)
-    for (const Piece& piece : layout.pieces(frame))
-      out[bytes++] = static_cast<std::byte>(choice_[piece.parameter]);
-  for (const Piece& piece : layout.pieces(frame)) {
-    const float* const x = gradients_[piece.parameter].data() + piece.offset * layout.words();
-    if (choice_[piece.parameter] == 0 && !transaction_.is_open()) {
-      const std::size_t size = piece.count * layout.words() * sizeof(float);
+    for (const ParameterSpan& span : layout.spans(frame))
+      out[bytes++] = static_cast<std::byte>(choice_[span.parameter]);
+  for (const ParameterSpan& span : layout.spans(frame)) {
+    const float* const x = gradients_[span.parameter].data() + span.offset * layout.words();
+    if (choice_[span.parameter] == 0 && !transaction_.is_open()) {
+      const std::size_t size = span.count * layout.words() * sizeof(float);
       copy(out.data() + bytes, reinterpret_cast<const std::byte*>(x), size);
       bytes += size;
     } else {
       bytes +=
-          codec::encode(codec(piece.parameter), x, piece.count, context(piece), out.subspan(bytes));
+          codec::encode(codec(span.parameter), x, span.count, context(span), out.subspan(bytes));
     }
   }
   return bytes;
 }
 
-void Outgoing::keep(const Layout& layout, const ShardFrame& frame) {
+void Outgoing::keep(const ShardLayout& layout, const ShardFrame& frame) {
   if (!transaction_.is_open()) return;
-  for (const Piece& piece : layout.pieces(frame)) {
-    const float* const x = gradients_[piece.parameter].data() + piece.offset;
-    std::vector<float> unsent(x, x + piece.count);
-    codec::add_residual(context(piece), unsent.data(), piece.count);
+  for (const ParameterSpan& span : layout.spans(frame)) {
+    const float* const x = gradients_[span.parameter].data() + span.offset;
+    std::vector<float> unsent(x, x + span.count);
+    codec::add_residual(context(span), unsent.data(), span.count);
     for (float& each : unsent)
       if (!std::isfinite(each)) each = 0;
-    codec::keep(context(piece), unsent.data(), piece.count);
+    codec::keep(context(span), unsent.data(), span.count);
   }
 }
 
@@ -84,16 +85,16 @@ void Outgoing::close() {
   transaction_.settle(true);
 }
 
-void Outgoing::give_back(const Layout& layout, const ShardFrame& frame, ConstBytes payload) {
+void Outgoing::give_back(const ShardLayout& layout, const ShardFrame& frame, ConstBytes payload) {
   std::vector<float> values(frame.count);
   decode_frame(codecs_, codec_of(layout, frame), layout, frame, payload, /*add=*/false,
                values.data());
   returned_.resize(gradients_.size());
-  for (const Piece& piece : layout.pieces(frame)) {
-    std::vector<float>& whole = returned_[piece.parameter];
-    whole.resize(gradients_[piece.parameter].size());
-    const auto from = values.begin() + static_cast<std::ptrdiff_t>(piece.first - frame.first);
-    std::copy_n(from, piece.count, whole.begin() + static_cast<std::ptrdiff_t>(piece.offset));
+  for (const ParameterSpan& span : layout.spans(frame)) {
+    std::vector<float>& whole = returned_[span.parameter];
+    whole.resize(gradients_[span.parameter].size());
+    const auto from = values.begin() + static_cast<std::ptrdiff_t>(span.first - frame.first);
+    std::copy_n(from, span.count, whole.begin() + static_cast<std::ptrdiff_t>(span.offset));
   }
 }
 

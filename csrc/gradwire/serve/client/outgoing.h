@@ -1,5 +1,5 @@
-// Outgoing: a gradient, or initial values, while they are sent to all shards. What a codec does not
-// deliver goes into the error feedback, by parameter, and so does what could not be sent.
+// Outgoing: a gradient, or initial values, while they are sent to all shards. The error feedback
+// takes, by parameter, what a codec does not deliver and what could not be sent.
 #pragma once
 
 #include <cstddef>
@@ -14,38 +14,39 @@
 
 namespace gradwire::serve {
 
-// One for each parameter, of words: see Table::words().
+// One for each parameter, of words: see ParameterTable::words().
 using Gradients = std::vector<std::span<const float>>;
 
 class Outgoing {
  public:
-  // `codecs`: of the table. `choice` has the index of each parameter's. `feedback` may be null. The
-  // arrays must stay until close().
-  Outgoing(const Table& table, Gradients gradients, const Codecs& codecs,
+  // `codecs`: the table's. `choice`: for each parameter, the index of its codec. `feedback` may be
+  // null. The arrays must stay valid until close().
+  Outgoing(const ParameterTable& table, Gradients gradients, const Codecs& codecs,
            std::vector<std::uint8_t> choice, std::shared_ptr<codec::ErrorFeedback> feedback);
 
-  // Before the first frame: opens the residuals. Throws InvalidArgument, and changes nothing, where
-  // they are in use or the gradient holds NaN or Inf: what a shard refuses would be lost.
+  // Opens the residuals; to be called before the first frame. Throws InvalidArgument, and changes
+  // nothing, where they are in use or the gradient holds NaN or Inf.
   void open();
-  // Returns what the header of a frame has as codec: an index, or kMixedCodecs.
-  std::uint16_t codec_of(const Layout& layout, const ShardFrame& frame) const;
+  // Returns the codec for the header of a frame: an index, or kMixedCodecs.
+  std::uint16_t codec_of(const ShardLayout& layout, const ShardFrame& frame) const;
   // Writes one frame's payload; returns its bytes.
-  std::size_t encode(const Layout& layout, const ShardFrame& frame, Bytes out, Copy copy);
-  // Moves a frame into the residuals, as if it had not been encoded.
-  void keep(const Layout& layout, const ShardFrame& frame);
-  // After the last frame: the residuals of this call become those of the next one.
+  std::size_t encode(const ShardLayout& layout, const ShardFrame& frame, Bytes out, Copy copy);
+  // Moves a whole frame into the residuals: it was not delivered.
+  void keep(const ShardLayout& layout, const ShardFrame& frame);
+  // Commits the residuals; to be called after the last frame.
   void close();
 
-  // Adds a payload that a shard refused to the residuals, when none are open.
-  void give_back(const Layout& layout, const ShardFrame& frame, ConstBytes payload);
+  // Collects a payload that a shard refused; finish_giving_back() adds all of them to the
+  // residuals, which must not be open.
+  void give_back(const ShardLayout& layout, const ShardFrame& frame, ConstBytes payload);
   void finish_giving_back();
 
  private:
-  codec::EncodeContext context(const Piece& piece) const;
+  codec::EncodeContext context(const ParameterSpan& span) const;
 
   const codec::Codec& codec(std::size_t parameter) const { return *codecs_[choice_[parameter]]; }
 
-  const Table* table_;
+  const ParameterTable* table_;
   Gradients gradients_;
   const Codecs codecs_;
   const std::vector<std::uint8_t> choice_;  // by parameter

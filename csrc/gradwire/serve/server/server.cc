@@ -10,7 +10,7 @@
 namespace gradwire::serve {
 namespace {
 
-// Replies that may wait for a client that does not read. Nothing more of it is read meanwhile.
+// Replies that may be queued for a client. At so many, no more of its requests are read.
 constexpr std::size_t kMostQueued = 8;
 constexpr std::size_t kMostPulls = 8;
 constexpr std::size_t kMostWaits = 64;
@@ -62,15 +62,14 @@ void Server::run() {
     try {
       pass();
       copies = copy_block();
-    } catch (const std::exception& error) {  // of no one client: memory, for the most part
+    } catch (const std::exception& error) {  // not of one client: memory, mostly
       say(error.what());
     }
     poller_.wait(copies ? Deadline::at_once() : first_join_by_);
   }
 }
 
-// Returns whether the thread is to end. It has then run all that was asked of it; what comes later
-// its callers do themselves.
+// Returns whether the thread is to end. It has then run all calls; callers run later ones.
 bool Server::end_run() {
   const std::lock_guard lock(mutex_);
   if (!stopping_) return false;
@@ -86,7 +85,7 @@ void Server::say(std::string_view line) const noexcept {
   try {
     if (options_.log) options_.log(line);
   } catch (const std::exception&) {
-    // There is nobody to tell.
+    // A log that fails has nobody to report it to.
   }
 }
 
@@ -101,7 +100,7 @@ bool Server::pass() {
   moved = poller_.round() || moved;
   if (first_join_by_.passed()) end_late_joins();
   moved = remove_ended() || moved;
-  if (shard_ && shard_->version() != told_version_) version_changed();
+  if (shard_ && shard_->version() != announced_version_) version_changed();
   return moved;
 }
 
@@ -116,7 +115,7 @@ void Server::stop() {
   const std::lock_guard lock(mutex_);
   arrivals_.clear();
   for (auto& [channel, peer] : peers_) {
-    dismiss(*channel, {});
+    send_goodbye(*channel, {});
     poller_.remove(*channel);
   }
   peers_.clear();
@@ -139,7 +138,7 @@ bool Server::take_admitted() {
 }
 
 // Says goodbye to a client; `why` is empty where the server stops.
-void Server::dismiss(Channel& channel, std::string_view why) {
+void Server::send_goodbye(Channel& channel, std::string_view why) {
   MessageHeader goodbye;
   goodbye.flags = kFirst | kLast | kReply;
   channel.post(goodbye, std::as_bytes(std::span(why)));
@@ -147,18 +146,19 @@ void Server::dismiss(Channel& channel, std::string_view why) {
   channel.flush();
 }
 
-// Ends the channel of an older incarnation of a client, or the newer one where it is none.
+// Ends the channel of an older incarnation of a client; or the newer channel, where it is not
+// newer.
 void Server::replace(const Peer& newer) {
   for (auto& [channel, peer] : peers_) {
     if (identity_of(peer.id) != identity_of(newer.id)) continue;
     if (peer.id < newer.id) {
-      dismiss(*channel, std::string("another client has ") + kReplaced);
+      send_goodbye(*channel, std::string("another client has ") + kReplaced);
       channel->end("it has joined anew");
     } else {
-      dismiss(*newer.channel, std::string("a later client has ") + kReplaced);
+      send_goodbye(*newer.channel, std::string("a later client has ") + kReplaced);
       newer.channel->end("it is joined already");
     }
-    poller_.rouse(*channel);
+    poller_.resume(*channel);
   }
 }
 
@@ -183,7 +183,7 @@ bool Server::remove_ended() {
   return removed;
 }
 
-// What no client sends, or memory that there is not, ends the channel alone.
+// An invalid frame, or a lack of memory, ends only this channel.
 bool Server::serve(Channel& channel) {
   Peer& peer = peers_.at(&channel);
   bool moved = false;
@@ -201,8 +201,8 @@ bool Server::serve(Channel& channel) {
   return moved;
 }
 
-// Of a client that does not read its replies nothing more is read. Pulls that wait for values do
-// not count, since the values may come behind them.
+// Reads nothing more from a client that does not read its replies. Pulls that wait for initial
+// values do not count: these may come behind them.
 bool Server::takes_more(const Peer& peer) const {
   const bool many_pulls = peer.pulls.size() >= kMostPulls && shard_->has_values();
   return peer.channel->queued() < kMostQueued && !many_pulls;
@@ -249,7 +249,7 @@ Shard& Server::shard() {
   return *shard_;
 }
 
-void Server::handle(Peer& peer, const Message& message) {
+void Server::handle(Peer& peer, const ServeMessage& message) {
   const MessageHeader& header = message.header;
   if (header.has(kReply)) throw InvalidArgument("a client sent a reply");
   if (header.client != peer.id) throw InvalidArgument("a frame names another client");
@@ -257,7 +257,7 @@ void Server::handle(Peer& peer, const Message& message) {
   if (!peer.joined || header.table != shard().mark())
     throw InvalidArgument("a request came without the table that it is for");
   shard().statistics().received += sizeof header + message.payload.size();
-  if (peer.role == Role::kCoordinator && is_for_replicas(header.op))
+  if (peer.role == ClientRole::kCoordinator && is_for_replicas(header.op))
     return refuse_coordinator(peer, header);
   switch (header.op) {
     case Op::kSet:
@@ -312,7 +312,7 @@ void Server::refuse(Peer& peer, const MessageHeader& request, const Answer& answ
   peer.channel->post(header, std::as_bytes(std::span(shortened(answer.why))));
 }
 
-// Keeps a WAIT, or drops the one of this number, for which the client waits no longer.
+// Keeps a WAIT, or drops the one of this sequence number.
 void Server::wait(Peer& peer, const MessageHeader& header) {
   if (header.extra != 0) {
     std::erase_if(peer.waits, [&](const auto& each) { return each.sequence == header.sequence; });
@@ -323,12 +323,12 @@ void Server::wait(Peer& peer, const MessageHeader& header) {
   version_changed();
 }
 
-// Answers who waited for the version that there is now, or for values.
+// Answers clients that waited for the version of now, or for initial values.
 void Server::version_changed() {
-  told_version_ = shard().version();
+  announced_version_ = shard().version();
   if (!shard().has_values()) return;
   for (auto& [channel, peer] : peers_) {
-    if (!peer.pulls.empty()) poller_.rouse(*channel);
+    if (!peer.pulls.empty()) poller_.resume(*channel);
     try {
       answer_waits(peer);
     } catch (const std::bad_alloc&) {
@@ -341,7 +341,7 @@ void Server::answer_waits(Peer& peer) {
   const auto passed = std::ranges::stable_partition(
       peer.waits, [&](const auto& each) { return each.version > shard().version(); });
   if (passed.empty()) return;
-  poller_.rouse(*peer.channel);
+  poller_.resume(*peer.channel);
   for (const MessageHeader& request : passed) reply(peer, request);
   peer.waits.erase(passed.begin(), passed.end());
 }

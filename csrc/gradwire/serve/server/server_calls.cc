@@ -55,7 +55,7 @@ void Server::snapshot_written(std::uint64_t ticket, const std::string& error) {
       if (peer.id != ticket.client) continue;
       error.empty() ? reply(peer, ticket.request)
                     : refuse(peer, ticket.request, {Refusal::kInvalid, error});
-      poller_.rouse(*channel);
+      poller_.resume(*channel);
     }
   });
   tickets_.erase(found);
@@ -128,13 +128,13 @@ Snapshot Server::snapshot(const WaitLimit& limit) {
       },
       limit);
   if (!vectors->empty()) {
-    for (const auto& [name, values] : *vectors) copy->slots.push_back({name, *values});
-    // There, since that thread uses the memory of vectors again that it alone has.
+    for (const auto& [name, values] : *vectors) copy->arrays.push_back({name, *values});
+    // On that thread, which reuses the memory of vectors that nobody else holds.
     on_thread([vectors] { vectors->clear(); }, limit);
     return std::move(*copy);
   }
-  // Here, since the system takes long to find so much memory. A shard's size does not change.
-  for (Snapshot::Slot& each : copy->slots) each.values.resize(shard_->layout().elements());
+  // On this thread, since allocating so much memory takes long. A shard's size does not change.
+  for (Snapshot::StateArray& each : copy->arrays) each.values.resize(shard_->layout().elements());
   const auto copied = std::make_shared<std::promise<void>>();
   std::future<void> done = copied->get_future();
   on_thread(

@@ -12,7 +12,7 @@ constexpr std::size_t kMostTexts = 2 * kMostTableText;
 
 }  // namespace
 
-void Server::join(Peer& peer, const Message& message) {
+void Server::join(Peer& peer, const ServeMessage& message) {
   const MessageHeader& header = message.header;
   take_text(peer, message);
   if (!header.has(kLast)) return limit_texts();
@@ -31,7 +31,7 @@ void Server::join(Peer& peer, const Message& message) {
   peer.join_by = Deadline::never();
 }
 
-void Server::take_text(Peer& peer, const Message& message) {
+void Server::take_text(Peer& peer, const ServeMessage& message) {
   if (peer.joined) throw InvalidArgument("join: it is joined already");
   if (message.header.has(kFirst)) {
     peer.table.clear();
@@ -43,7 +43,7 @@ void Server::take_text(Peer& peer, const Message& message) {
   if (peer.table.size() > kMostTableText) throw InvalidArgument("join: its table is too long");
 }
 
-// Those that have not joined may hold so much memory together; who began first gives way.
+// Limits the memory of all incomplete JOINs together: ends the client that began first.
 void Server::limit_texts() {
   std::size_t bytes = 0;
   Peer* oldest = nullptr;
@@ -56,29 +56,29 @@ void Server::limit_texts() {
   expel(*oldest, "join: others' tables take the memory, and its own was not complete");
 }
 
-// Ends those that began to join long ago, and have not said all.
+// Ends clients whose JOIN is not complete in time.
 void Server::end_late_joins() {
   first_join_by_ = Deadline::never();
   for (auto& [channel, peer] : peers_) {
     if (peer.join_by.passed()) {
       peer.join_by = Deadline::never();
-      dismiss(*channel, "the rest of its table did not come in time");
+      send_goodbye(*channel, "the rest of its table did not come in time");
       expel(peer, "join: the rest of its table did not come in time");
     }
     first_join_by_ = std::min(first_join_by_, peer.join_by);
   }
 }
 
-// Ends a client's channel for what it has done here; the other shards may not know of it.
+// Ends a client's channel for a reason that the other shards may not know.
 void Server::expel(Peer& peer, std::string_view why) {
   peer.expelled = true;
   peer.channel->end(std::string(why));
 }
 
-void Server::refuse_if_too_large(const Table& table) const {
+void Server::refuse_if_too_large(const ParameterTable& table) const {
   const std::uint64_t elements = table.elements() / table.shards;
   const std::uint64_t pushes = !table.staged() && elements > kMostFrame ? 1 : 0;
-  const std::uint64_t copies = 1 + make_rule(table.rule)->states().size() + pushes;
+  const std::uint64_t copies = 1 + make_rule(table.rule).states.size() + pushes;
   const std::uint64_t bytes = elements * table.words() * sizeof(float) * copies;
   if (bytes <= options_.memory) return;
   throw InvalidArgument("the parameters of shard " + std::to_string(options_.shard) +
@@ -88,7 +88,7 @@ void Server::refuse_if_too_large(const Table& table) const {
 }
 
 void Server::accept_table(Peer& peer, const MessageHeader& header) {
-  Table table = Table::parse(peer.table);
+  ParameterTable table = ParameterTable::parse(peer.table);
   if (header.extra != options_.shard || table.shards != options_.shards)
     throw InvalidArgument("this is shard " + std::to_string(options_.shard) + " of " +
                           std::to_string(options_.shards) + ", not shard " +
@@ -103,22 +103,22 @@ void Server::accept_table(Peer& peer, const MessageHeader& header) {
   }
 }
 
-// A coordinator that comes takes the place of those that are there: one that was stopped and goes
-// on later must not change vectors any more.
+// A new coordinator replaces older ones: one that was suspended and goes on later must not change
+// vectors any more.
 void Server::accept_role(Peer& peer, const MessageHeader& header) {
-  if (header.first > static_cast<std::uint64_t>(Role::kCoordinator))
+  if (header.first > static_cast<std::uint64_t>(ClientRole::kCoordinator))
     throw InvalidArgument("there is no role " + std::to_string(header.first) + " of clients");
-  peer.role = static_cast<Role>(header.first);
-  if (peer.role != Role::kCoordinator) return;
+  peer.role = static_cast<ClientRole>(header.first);
+  if (peer.role != ClientRole::kCoordinator) return;
   for (auto& [channel, other] : peers_) {
-    if (&other == &peer || !other.joined || other.role != Role::kCoordinator) continue;
-    dismiss(*channel, "another coordinator has joined: " + peer.channel->peer());
+    if (&other == &peer || !other.joined || other.role != ClientRole::kCoordinator) continue;
+    send_goodbye(*channel, "another coordinator has joined: " + peer.channel->peer());
     channel->end("another coordinator has joined");
-    poller_.rouse(*channel);
+    poller_.resume(*channel);
   }
 }
 
-// Refuses with the last frame of a request, as it would be answered.
+// Refuses a request when its last frame has come, as it would be answered.
 void Server::refuse_coordinator(Peer& peer, const MessageHeader& request) {
   if (request.op != Op::kPull && !request.has(kLast)) return;
   refuse(peer, request,
@@ -127,9 +127,9 @@ void Server::refuse_coordinator(Peer& peer, const MessageHeader& request) {
           "vectors by ask"});
 }
 
-void Server::ask(Peer& peer, const Message& message) {
+void Server::ask(Peer& peer, const ServeMessage& message) {
   try {
-    const bool may_change = peer.role == Role::kCoordinator;
+    const bool may_change = peer.role == ClientRole::kCoordinator;
     const std::vector<std::byte> results = shard().ask(message.payload, may_change);
     reply(peer, message.header, text_of(results));
   } catch (const InvalidArgument& error) {

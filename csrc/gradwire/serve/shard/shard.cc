@@ -15,7 +15,7 @@
 namespace gradwire::serve {
 namespace {
 
-float* at(Snapshot::Slot& slot, std::size_t first) { return slot.values.data() + first; }
+float* at(Snapshot::StateArray& slot, std::size_t first) { return slot.values.data() + first; }
 
 }  // namespace
 
@@ -25,7 +25,7 @@ bool pulls_differences(const codec::Codec& codec) {
   return kind != Kind::kNone && kind != Kind::kFp16 && kind != Kind::kBf16;
 }
 
-Shard::Shard(Table table, std::uint32_t shard, std::uint64_t memory)
+Shard::Shard(ParameterTable table, std::uint32_t shard, std::uint64_t memory)
     : table_(std::move(table)),
       mark_(table_.mark()),
       index_(shard),
@@ -41,39 +41,40 @@ Shard::Shard(Table table, std::uint32_t shard, std::uint64_t memory)
     vectors_ = std::make_unique<Vectors>(layout_.elements(), layout_.words(), block, limits);
     return;
   }
-  slots_.push_back({"w", make_words(layout_.elements())});
-  for (const RuleState& state : rule_->states())
-    slots_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
-  update_.resize(slots_.size(), std::vector<float>(kMostFrame));
+  arrays_.push_back({"w", make_words(layout_.elements())});
+  for (const RuleState& state : rule_.states)
+    arrays_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
+  update_.resize(arrays_.size(), std::vector<float>(kMostFrame));
 }
 
 Shard::Shard(Snapshot snapshot, std::uint64_t memory)
-    : Shard(Table::parse(snapshot.table), snapshot.shard, memory) {
+    : Shard(ParameterTable::parse(snapshot.table), snapshot.shard, memory) {
   bool fits = snapshot.steps.size() == steps_.size();
   if (vectors_) {
-    for (Snapshot::Slot& each : snapshot.slots) vectors_->put(each.name, std::move(each.values));
+    for (Snapshot::StateArray& each : snapshot.arrays)
+      vectors_->put(each.name, std::move(each.values));
     fits = fits && vectors_->find(kParameters) != nullptr;
   } else {
-    fits = fits && snapshot.slots.size() == slots_.size();
+    fits = fits && snapshot.arrays.size() == arrays_.size();
   }
-  for (std::size_t i = 0; fits && i < slots_.size(); ++i)
-    fits = snapshot.slots[i].name == slots_[i].name &&
-           snapshot.slots[i].values.size() == slots_[i].values.size();
+  for (std::size_t i = 0; fits && i < arrays_.size(); ++i)
+    fits = snapshot.arrays[i].name == arrays_[i].name &&
+           snapshot.arrays[i].values.size() == arrays_[i].values.size();
   if (!fits) throw InvalidArgument("the snapshot's slots are not those of its table and shard");
-  for (std::size_t i = 0; i < slots_.size(); ++i)  // in vectors NaN is a value like others
-    if (const auto& values = snapshot.slots[i].values;
+  for (std::size_t i = 0; i < arrays_.size(); ++i)  // in vectors NaN is a value like others
+    if (const auto& values = snapshot.arrays[i].values;
         !codec::kernels().finite(values.data(), values.size()))
-      throw InvalidArgument("the snapshot's slot '" + snapshot.slots[i].name +
+      throw InvalidArgument("the snapshot's slot '" + snapshot.arrays[i].name +
                             "' holds NaN or infinite values: go on from an older one, or remove "
                             "it, and clients begin anew");
   version_ = first_version_ = snapshot.version;
-  for (std::size_t i = 0; i < slots_.size(); ++i)
-    std::ranges::copy(snapshot.slots[i].values, slots_[i].values.begin());
+  for (std::size_t i = 0; i < arrays_.size(); ++i)
+    std::ranges::copy(snapshot.arrays[i].values, arrays_[i].values.begin());
   steps_ = std::move(snapshot.steps);
 }
 
 // Returns the frame that a message holds, which must be the request's next.
-const ShardFrame& Shard::take_frame(Request& request, const Message& message) const {
+const ShardFrame& Shard::take_frame(OpenRequest& request, const ServeMessage& message) const {
   const MessageHeader& header = message.header;
   if (header.has(kFirst)) request.next = 0;
   const bool begun = request.next > 0 ? request.sequence == header.sequence : header.has(kFirst);
@@ -86,8 +87,8 @@ const ShardFrame& Shard::take_frame(Request& request, const Message& message) co
   return layout_.frames()[request.next++];
 }
 
-std::optional<Answer> Shard::set(ClientId client, const Message& message) {
-  Request& set = clients_[client].set;
+std::optional<Answer> Shard::set(ClientId client, const ServeMessage& message) {
+  OpenRequest& set = clients_[client].set;
   const ShardFrame& frame = take_frame(set, message);
   if (set.next == 1) set.answer = {};
   if (has_values()) {
@@ -102,18 +103,18 @@ std::optional<Answer> Shard::set(ClientId client, const Message& message) {
     if (vectors_)
       vectors_->put(std::string(kParameters), std::move(set.staged));
     else
-      slots_.front().values.swap(set.staged);
+      arrays_.front().values.swap(set.staged);
     version_ = 0;
   }
   set.staged = {};
   return std::exchange(set.answer, {});
 }
 
-std::uint64_t Shard::staleness(const Request& push) const noexcept {
+std::uint64_t Shard::staleness(const OpenRequest& push) const noexcept {
   return version_ - (push.version == kNoVersion ? 0 : std::min(push.version, version_));
 }
 
-void Shard::refuse_if_stale(Request& push) {
+void Shard::refuse_if_stale(OpenRequest& push) {
   if (staleness(push) <= table_.max_staleness) return;
   push.answer = {Refusal::kStale, "its staleness of " + std::to_string(staleness(push)) +
                                       " versions is above max_staleness " +
@@ -121,12 +122,11 @@ void Shard::refuse_if_stale(Request& push) {
   ++statistics_.stale;
 }
 
-void Shard::begin_push(Request& push, const MessageHeader& header) {
+void Shard::begin_push(OpenRequest& push, const MessageHeader& header) {
   push.version = header.version;
-  // Values of a version that is yet to come are from before a restart, which has lost it: of the
-  // versions that there are, they share those of the snapshot alone.
+  // A version above the shard's is from before a restart that lost it: it counts as the snapshot's.
   if (push.version != kNoVersion && push.version > version_) push.version = first_version_;
-  push.rate = header.extra == 0 ? rule_->rate() : std::bit_cast<float>(header.extra);
+  push.rate = header.extra == 0 ? rule_.rate : std::bit_cast<float>(header.extra);
   push.answer = {};
   if (!std::isfinite(push.rate) || push.rate < 0)
     throw InvalidArgument("push: the rate is negative, or not finite");
@@ -136,8 +136,8 @@ void Shard::begin_push(Request& push, const MessageHeader& header) {
     push.answer = {Refusal::kNoValues, kNoValues};
 }
 
-std::optional<Answer> Shard::push(ClientId client, const Message& message) {
-  Request& push = clients_[client].push;
+std::optional<Answer> Shard::push(ClientId client, const ServeMessage& message) {
+  OpenRequest& push = clients_[client].push;
   if (vectors_) return stage(push, message);
   if (message.header.has(kFirst)) abandon(push);
   const ShardFrame& frame = take_frame(push, message);
@@ -147,10 +147,10 @@ std::optional<Answer> Shard::push(ClientId client, const Message& message) {
   return end_push(client, push);
 }
 
-// Decodes a frame. A push of one frame is applied at once, and its plain payload read in place;
-// those of several are staged, since the last frame may be the one that is refused.
-void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
-                      const Message& message) {
+// Decodes a frame. A push of one frame is applied at once, and a plain payload read in place. One
+// of several frames is staged, since its last frame may be refused.
+void Shard::take_push(ClientId client, OpenRequest& push, const ShardFrame& frame,
+                      const ServeMessage& message) {
   const std::uint16_t codec = message.header.codec;
   const bool whole = layout_.frames().size() == 1;
   const float* gradient = scratch_.data();
@@ -172,13 +172,13 @@ void Shard::take_push(ClientId client, Request& push, const ShardFrame& frame,
     apply(client, push, 0, gradient);
 }
 
-void Shard::refuse_not_finite(Request& push, const char* why) {
+void Shard::refuse_not_finite(OpenRequest& push, const char* why) {
   push.answer = {Refusal::kNotFinite, why};
   ++statistics_.not_finite;
 }
 
 // Makes room for the whole of a request; refuses it where there is none. Returns whether there is.
-bool Shard::make_room(Request& request) {
+bool Shard::make_room(OpenRequest& request) {
   if (request.staged.empty()) request.staged = std::exchange(spare_, {});
   if (!request.staged.empty()) return true;
   const std::size_t words = layout_.elements() * layout_.words();
@@ -190,10 +190,10 @@ bool Shard::make_room(Request& request) {
   return true;
 }
 
-// Returns why no more than what is there already may be kept for clients; empty where it may.
+// Returns why so many words more must not be kept for clients; empty where they may.
 std::string Shard::why_no_room_for(std::size_t words) {
   std::uint64_t held = words;
-  for (const Snapshot::Slot& each : slots_) held += each.values.size();
+  for (const Snapshot::StateArray& each : arrays_) held += each.values.size();
   for (const auto& [client, each] : clients_)
     held += each.set.staged.size() + each.push.staged.size() + each.shadow.size();
   std::erase_if(copies_of_values_, [](const auto& each) { return each.expired(); });
@@ -205,20 +205,20 @@ std::string Shard::why_no_room_for(std::size_t words) {
          gibibytes(memory_) + ": start more shards, on more hosts, or fewer clients";
 }
 
-float Shard::rate_of(const Request& push) const noexcept {
+float Shard::rate_of(const OpenRequest& push) const noexcept {
   if (!table_.divide) return push.rate;
   return push.rate / static_cast<float>(std::max<std::uint64_t>(staleness(push), 1));
 }
 
-// Computes what a frame of a push makes of the parameters and the rule's state, beside them;
-// refuses the push where that is not finite. Returns whether it is.
-bool Shard::update(Request& push, std::size_t index, const float* gradient) {
+// Computes the parameters and the rule's state after a frame of a push, into update_. Refuses the
+// push where these are not finite. Returns whether they are.
+bool Shard::update(OpenRequest& push, std::size_t index, const float* gradient) {
   const ShardFrame& frame = layout_.frames()[index];
-  for (std::size_t i = 0; i < slots_.size(); ++i)
-    std::copy_n(at(slots_[i], frame.first), frame.count, update_[i].data());
+  for (std::size_t i = 0; i < arrays_.size(); ++i)
+    std::copy_n(at(arrays_[i], frame.first), frame.count, update_[i].data());
   std::array<float*, 2> states{};
-  for (std::size_t i = 1; i < slots_.size(); ++i) states[i - 1] = update_[i].data();
-  rule_->apply(update_[0].data(), states, gradient, rate_of(push), steps_[index] + 1, frame.count);
+  for (std::size_t i = 1; i < arrays_.size(); ++i) states[i - 1] = update_[i].data();
+  rule_.apply(update_[0].data(), states, gradient, rate_of(push), steps_[index] + 1, frame.count);
   for (const auto& each : update_) {
     if (codec::kernels().finite(each.data(), frame.count)) continue;
     refuse_not_finite(push, "the parameters would hold NaN or Inf: its gradient is too large");
@@ -227,19 +227,19 @@ bool Shard::update(Request& push, std::size_t index, const float* gradient) {
   return true;
 }
 
-// Applies a frame, as update() has just computed it.
-void Shard::apply(ClientId client, Request& push, std::size_t index, const float* gradient) {
+// Applies the frame that update() has just computed.
+void Shard::apply(ClientId client, OpenRequest& push, std::size_t index, const float* gradient) {
   keep(index);
   const ShardFrame& frame = layout_.frames()[index];
   if (log_) log_({client, push.sequence, index, rate_of(push), {gradient, frame.count}});
-  for (std::size_t i = 0; i < slots_.size(); ++i)
-    std::copy_n(update_[i].data(), frame.count, at(slots_[i], frame.first));
+  for (std::size_t i = 0; i < arrays_.size(); ++i)
+    std::copy_n(update_[i].data(), frame.count, at(arrays_[i], frame.first));
   ++steps_[index];
   push.applied = true;
 }
 
 // Applies all of a staged push, or refuses it.
-void Shard::apply_staged(ClientId client, Request& push) {
+void Shard::apply_staged(ClientId client, OpenRequest& push) {
   const auto gradient = [&](std::size_t i) {
     return push.staged.data() + layout_.frames()[i].first;
   };
@@ -252,7 +252,7 @@ void Shard::apply_staged(ClientId client, Request& push) {
   }
 }
 
-Answer Shard::end_push(ClientId client, Request& push) {
+Answer Shard::end_push(ClientId client, OpenRequest& push) {
   const std::uint64_t stale = has_values() ? staleness(push) : 0;
   // Others' pushes may have come since its first frame.
   if (!push.applied && push.answer.refused == Refusal::kNone) refuse_if_stale(push);
@@ -269,15 +269,15 @@ Answer Shard::end_push(ClientId client, Request& push) {
   return answer;
 }
 
-// Drops a push whose last frame will not come.
-void Shard::abandon(Request& push) {
+// Drops an incomplete push.
+void Shard::abandon(OpenRequest& push) {
   if (std::exchange(push.next, 0) == 0) return;
   drop_staged(push);
   ++statistics_.partial;
 }
 
-// Keeps the memory of one push for the next, which need not be made anew.
-void Shard::drop_staged(Request& push) {
+// Keeps the memory of the push for the next one.
+void Shard::drop_staged(OpenRequest& push) {
   if (!push.staged.empty()) spare_ = std::exchange(push.staged, {});
 }
 
@@ -299,8 +299,8 @@ Shard::Pull Shard::begin_pull(ClientId client, const MessageHeader& request) {
   return pull;
 }
 
-// A pull of atomic pushes reads a copy, which all pulls of one version share. Vectors are never
-// changed in place.
+// With atomic pushes, pulls read a copy, one for all pulls of a version. Vectors are never changed
+// in place.
 SharedWords Shard::frozen() {
   if (vectors_) return vectors_->find(kParameters);
   auto copy = frozen_version_ == version_ ? frozen_.lock() : nullptr;
@@ -348,8 +348,8 @@ std::size_t Shard::encode(const codec::Codec& codec, const ShardFrame& frame, co
     return plain;
   }
   std::size_t bytes = 0;
-  for (const Piece& piece : layout_.pieces(frame))
-    bytes += codec.encode(x + (piece.first - frame.first), piece.count, {}, out.subspan(bytes));
+  for (const ParameterSpan& span : layout_.spans(frame))
+    bytes += codec.encode(x + (span.first - frame.first), span.count, {}, out.subspan(bytes));
   return bytes;
 }
 
@@ -371,7 +371,7 @@ void Shard::leave(ClientId client) {
 
 Snapshot Shard::outline() const {
   Snapshot outline{table_.text(), index_, version_, steps_, {}};
-  for (const Snapshot::Slot& each : slots_) outline.slots.push_back({each.name, {}});
+  for (const Snapshot::StateArray& each : arrays_) outline.arrays.push_back({each.name, {}});
   return outline;
 }
 
@@ -382,12 +382,12 @@ void Shard::begin_snapshot(std::shared_ptr<Snapshot> to, std::function<void()> d
 }
 
 void Shard::keep(std::size_t frame) {
-  for (SnapshotCopy& each : copies_) each.keep(layout_.frames(), slots_, frame);
+  for (SnapshotCopy& each : copies_) each.keep(layout_.frames(), arrays_, frame);
 }
 
 bool Shard::copy_block() {
   if (copies_.empty()) return false;
-  if (copies_.front().copy_block(layout_.frames(), slots_)) copies_.erase(copies_.begin());
+  if (copies_.front().copy_block(layout_.frames(), arrays_)) copies_.erase(copies_.begin());
   return true;
 }
 

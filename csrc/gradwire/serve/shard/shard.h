@@ -1,6 +1,6 @@
-// Shard: one range of the parameters, the state of their update rule, and what clients have open
-// there. It is pure data without sockets: a Server gives it the messages of its clients in the
-// order in which they arrive. Callers hold a FloatEnvironment (codec/simd/simd.h).
+// Shard: consecutive elements of the parameters, the state of their update rule, and the clients'
+// incomplete requests. It has no sockets: a Server passes it the clients' messages, in the order of
+// their arrival. Callers hold a FloatEnvironment (codec/simd/simd.h).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ namespace gradwire::serve {
 
 using ClientId = std::uint64_t;
 
-// Why a shard refuses requests that need values.
+// The refusal of requests that need values.
 inline constexpr const char* kNoValues = "there are no initial values yet; set() them first";
 
 // The answer to a whole SET or PUSH.
@@ -36,7 +36,7 @@ struct Answer {
   std::uint32_t staleness = 0;
 };
 
-// Said of a pull for which there is no memory: it alone is refused.
+// Thrown for a pull for which there is no memory: only that pull is refused.
 class NoRoom : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -53,40 +53,40 @@ struct AppliedFrame {
 
 class Shard {
  public:
-  // A pull under way. The server keeps it while it sends the replies.
+  // A pull under way. The Server keeps it while it sends the replies.
   struct Pull {
     std::uint32_t sequence = 0;
     std::uint16_t codec = 0;
-    bool dense = false;         // differences, but the client has no values yet
+    bool dense = false;         // a pull of differences by a client that has no values yet
     std::size_t next = 0;       // frame
-    SharedWords frozen{};       // with Table::atomic_push or staged()
+    SharedWords frozen{};       // the values, with ParameterTable::atomic_push or staged()
     std::uint64_t version = 0;  // of frozen
   };
 
-  // `memory`: the bytes that this process may use, half of which vectors and staged pushes may
-  // take. What is kept for clients counts: requests that come in, and what they have by pulls.
-  Shard(Table table, std::uint32_t shard, std::uint64_t memory = usable_memory());
+  // `memory`: the bytes that this process may use for values, state, incomplete requests and copies
+  // of what clients have; half of it for vectors and staged pushes.
+  Shard(ParameterTable table, std::uint32_t shard, std::uint64_t memory = usable_memory());
   // Throws InvalidArgument where the snapshot is not of that form, or holds NaN.
   explicit Shard(Snapshot snapshot, std::uint64_t memory = usable_memory());
 
-  const Table& table() const noexcept { return table_; }
+  const ParameterTable& table() const noexcept { return table_; }
   std::uint16_t mark() const noexcept { return mark_; }  // of the table
-  const Layout& layout() const noexcept { return layout_; }
+  const ShardLayout& layout() const noexcept { return layout_; }
   std::uint64_t version() const noexcept { return version_; }
   bool has_values() const noexcept { return version_ != kNoVersion; }
   const Words& values() const {  // needs them
-    return vectors_ ? *vectors_->find(kParameters) : slots_.front().values;
+    return vectors_ ? *vectors_->find(kParameters) : arrays_.front().values;
   }
 
-  // Take one frame of a request; return the answer with its last. Throw InvalidArgument for what no
-  // client of this table sends.
-  std::optional<Answer> set(ClientId client, const Message& message);
-  std::optional<Answer> push(ClientId client, const Message& message);
+  // Take one frame of a request; return the answer after the last frame. Throw InvalidArgument for
+  // a frame that no client of this table sends.
+  std::optional<Answer> set(ClientId client, const ServeMessage& message);
+  std::optional<Answer> push(ClientId client, const ServeMessage& message);
 
-  // Returns null without Table::staged().
+  // Returns null unless ParameterTable::staged().
   const Vectors* vectors() const noexcept { return vectors_.get(); }
-  // Runs Commands of a client that may change vectors or not; returns packed Results. Throws
-  // InvalidArgument, and changes nothing, for what cannot be done.
+  // Runs packed Commands; returns packed CommandResults. Throws InvalidArgument, and changes
+  // nothing, where one cannot be run, or changes vectors against `may_change`.
   std::vector<std::byte> ask(ConstBytes commands, bool may_change);
 
   // Needs values. Throws NoRoom where it needs more memory than there may be.
@@ -95,84 +95,85 @@ class Shard {
   // whether it was the last.
   bool pull_frame(ClientId client, Pull& pull, MessageHeader& header, Bytes out, Copy copy);
 
-  // Returns what a client has by pulled differences; empty before the first of them.
+  // Returns a copy of what a client has by pulls of differences; empty before the first.
   const std::vector<float>& shadow(ClientId client) { return clients_[client].shadow; }
 
-  // Drops all that a client has here.
+  // Drops a client's incomplete requests and the copy of what it has.
   void leave(ClientId client);
 
-  // A snapshot is made in steps: outline() has its names alone; the caller makes room in it for
-  // layout().elements() values of each slot, in its own time; begin_snapshot() fixes the version;
-  // and copy_block(), again and again, copies the values. `done` is called at the end.
+  // A snapshot is made in steps. outline() returns it without values; the caller resizes each array
+  // to layout().elements(); begin_snapshot() fixes the version; copy_block(), called repeatedly,
+  // copies the values, and calls `done` after the last.
   Snapshot outline() const;
   void begin_snapshot(std::shared_ptr<Snapshot> to, std::function<void()> done);
-  // Returns whether a snapshot needed it.
+  // Returns whether a snapshot is under way.
   bool copy_block();
   Statistics& statistics() noexcept { return statistics_; }
   void log_to(std::function<void(const AppliedFrame&)> log) { log_ = std::move(log); }
 
  private:
   // The frames of a SET or a PUSH so far.
-  struct Request {
+  struct OpenRequest {
     std::uint32_t sequence = 0;
     std::size_t next = 0;  // frame
     std::uint64_t version = 0;
     float rate = 0;
     Answer answer;
     bool applied = false;
-    Words staged;  // of a SET, of a push of several frames, and with Table::staged()
-    // With Table::staged():
+    Words staged;  // of a SET, of a push of several frames, and with ParameterTable::staged()
+    // With ParameterTable::staged():
     StagedPush name;
     std::optional<Vectors::Arrival> arrival{};  // of what is kept of it
   };
-  struct Client {
-    Request set, push;
+  struct ClientState {
+    OpenRequest set, push;
     std::vector<float> shadow;  // what it has by pulled differences
   };
 
-  const ShardFrame& take_frame(Request& request, const Message& message) const;
-  void begin_push(Request& push, const MessageHeader& header);
-  void refuse_if_stale(Request& push);
-  void take_push(ClientId client, Request& push, const ShardFrame& frame, const Message& message);
-  Answer end_push(ClientId client, Request& push);
-  std::optional<Answer> stage(Request& push, const Message& message);
-  void begin_staging(Request& push);
-  void end_staging(Request& push);
-  void abandon(Request& push);
-  void drop_staged(Request& push);
-  // Must be called before a frame of slots_ or steps_ changes.
+  const ShardFrame& take_frame(OpenRequest& request, const ServeMessage& message) const;
+  void begin_push(OpenRequest& push, const MessageHeader& header);
+  void refuse_if_stale(OpenRequest& push);
+  void take_push(ClientId client, OpenRequest& push, const ShardFrame& frame,
+                 const ServeMessage& message);
+  Answer end_push(ClientId client, OpenRequest& push);
+  std::optional<Answer> stage(OpenRequest& push, const ServeMessage& message);
+  void begin_staging(OpenRequest& push);
+  void end_staging(OpenRequest& push);
+  void abandon(OpenRequest& push);
+  void drop_staged(OpenRequest& push);
+  // Saves a frame for snapshots under way; must be called before arrays_ or steps_ change there.
   void keep(std::size_t frame);
-  void refuse_not_finite(Request& push, const char* why);
-  bool make_room(Request& request);
+  void refuse_not_finite(OpenRequest& push, const char* why);
+  bool make_room(OpenRequest& request);
   std::string why_no_room_for(std::size_t words);
-  float rate_of(const Request& push) const noexcept;
-  bool update(Request& push, std::size_t frame, const float* gradient);
-  void apply(ClientId client, Request& push, std::size_t frame, const float* gradient);
-  void apply_staged(ClientId client, Request& push);
-  std::uint64_t staleness(const Request& push) const noexcept;
+  float rate_of(const OpenRequest& push) const noexcept;
+  bool update(OpenRequest& push, std::size_t frame, const float* gradient);
+  void apply(ClientId client, OpenRequest& push, std::size_t frame, const float* gradient);
+  void apply_staged(ClientId client, OpenRequest& push);
+  std::uint64_t staleness(const OpenRequest& push) const noexcept;
   std::size_t encode(const codec::Codec& codec, const ShardFrame& frame, const float* x, Bytes out,
                      Copy copy) const;
   std::size_t encode_difference(std::uint16_t codec, const ShardFrame& frame, const float* w,
                                 float* shadow, Bytes out);
   SharedWords frozen();
 
-  Table table_;
+  ParameterTable table_;
   std::uint16_t mark_;
   std::uint32_t index_;
   Codecs codecs_;
-  Layout layout_;
-  std::shared_ptr<const UpdateRule> rule_;
+  ShardLayout layout_;
+  UpdateRule rule_;
   std::uint64_t memory_;  // bytes
   std::uint64_t version_ = kNoVersion;
-  std::uint64_t first_version_ = 0;    // with which it began: of a snapshot
-  std::vector<Snapshot::Slot> slots_;  // empty with vectors_
-  std::unique_ptr<Vectors> vectors_;   // with Table::staged()
+  std::uint64_t first_version_ = 0;           // with which it began: of a snapshot
+  std::vector<Snapshot::StateArray> arrays_;  // empty with vectors_
+  std::unique_ptr<Vectors> vectors_;          // with ParameterTable::staged()
   std::vector<std::uint64_t> steps_;
-  std::map<ClientId, Client> clients_;
+  std::map<ClientId, ClientState> clients_;
   std::vector<SnapshotCopy> copies_;        // under way
   std::vector<float> scratch_;              // a frame
-  std::vector<std::vector<float>> update_;  // a frame of each slot, as the next one will be
-  Words spare_;                             // of a staged push; gives way where memory is short
+  std::vector<std::vector<float>> update_;  // the next values of a frame, for each of arrays_
+  Words spare_;                             // memory of the last staged push, for the next
   std::weak_ptr<const Words> frozen_;
   std::vector<std::weak_ptr<const Words>> copies_of_values_;  // frozen(), while pulls have them
   std::uint64_t frozen_version_ = kNoVersion;

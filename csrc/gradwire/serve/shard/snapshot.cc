@@ -14,20 +14,20 @@ SnapshotCopy::SnapshotCopy(std::shared_ptr<Snapshot> to, std::function<void()> d
     : to_(std::move(to)), done_(std::move(done)), kept_(to_->steps.size()) {}
 
 void SnapshotCopy::keep(const std::vector<ShardFrame>& frames,
-                        const std::vector<Snapshot::Slot>& slots, std::size_t index) {
+                        const std::vector<Snapshot::StateArray>& arrays, std::size_t index) {
   if (kept_[index]) return;
   kept_[index] = true;
   const auto first = static_cast<std::ptrdiff_t>(frames[index].first);
-  for (std::size_t i = 0; i < slots.size(); ++i)
-    std::copy_n(slots[i].values.begin() + first, frames[index].count,
-                to_->slots[i].values.begin() + first);
+  for (std::size_t i = 0; i < arrays.size(); ++i)
+    std::copy_n(arrays[i].values.begin() + first, frames[index].count,
+                to_->arrays[i].values.begin() + first);
 }
 
 bool SnapshotCopy::copy_block(const std::vector<ShardFrame>& frames,
-                              const std::vector<Snapshot::Slot>& slots) {
+                              const std::vector<Snapshot::StateArray>& arrays) {
   for (std::size_t copied = 0; copied < kBlock && next_ < kept_.size(); ++next_) {
     if (kept_[next_]) continue;
-    keep(frames, slots, next_);
+    keep(frames, arrays, next_);
     ++copied;
   }
   if (next_ < kept_.size()) return false;

@@ -1,4 +1,4 @@
-// What a shard has done, for people and tests.
+// Counters of a shard, which `server.stats()` returns as JSON.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 namespace gradwire::serve {
 
 struct Statistics {
-  static constexpr std::size_t kMostStaleness = 255;  // the last bin holds all above, too
-  static constexpr std::size_t kMostGone = 64;        // the last ones
+  static constexpr std::size_t kMostStaleness = 255;  // the last bin counts all above it, too
+  static constexpr std::size_t kMostGone = 64;        // older ones are dropped
 
   std::uint64_t pushes = 0;      // applied
-  std::uint64_t partial = 0;     // that were cut off, and dropped
+  std::uint64_t partial = 0;     // incomplete pushes that were dropped
   std::uint64_t stale = 0;       // refused
   std::uint64_t not_finite = 0;  // refused, or cut short
   std::uint64_t pulls = 0;

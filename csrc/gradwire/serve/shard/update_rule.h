@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,21 +17,19 @@ struct RuleState {
   float initial = 0;
 };
 
-class UpdateRule {
- public:
-  virtual ~UpdateRule() = default;
-
-  // Returns the canonical spec: make_rule(name())->name() == name().
-  virtual std::string name() const = 0;
-  virtual float rate() const noexcept = 0;
-  virtual std::vector<RuleState> states() const { return {}; }
-  // Updates w[0, n) with the finite gradient g. `states` are those of states(), of the same
+struct UpdateRule {
+  // Updates w[0, n) with the finite gradient g. `states` are those of the rule, of the same
   // elements. `step` counts the updates of these elements, from 1.
-  virtual void apply(float* w, std::span<float* const> states, const float* g, float rate,
-                     std::uint64_t step, std::size_t n) const noexcept = 0;
+  using Apply = std::function<void(float* w, std::span<float* const> states, const float* g,
+                                   float rate, std::uint64_t step, std::size_t n)>;
+
+  std::string name{};  // the canonical spec: make_rule(name).name == name
+  float rate = 0;
+  std::vector<RuleState> states{};
+  Apply apply{};  // none: the rule `staged`
 };
 
-// The rule of tables whose pushes are staged, and not applied: see Vectors.
+// The rule of tables whose pushes are kept until a coordinator adds them up: see Vectors.
 inline constexpr std::string_view kStaged = "staged";
 
 // Makes one of
@@ -42,6 +40,6 @@ inline constexpr std::string_view kStaged = "staged";
 //   adam:rate=…,beta1=0.9,beta2=0.999,epsilon=1e-8    (Kingma & Ba 2015, algorithm 1)
 //   staged                                        nothing
 // Throws InvalidArgument for anything else.
-std::shared_ptr<const UpdateRule> make_rule(std::string_view spec);
+UpdateRule make_rule(std::string_view spec);
 
 }  // namespace gradwire::serve

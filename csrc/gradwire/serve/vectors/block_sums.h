@@ -1,6 +1,6 @@
-// Sums over a vector that do not depend on how many shards hold it: the float64 sum of each block
-// of elements in a fixed order, and the exact sum of these. Blocks lie at fixed places of the whole
-// vector, and shards begin at blocks. The same bits on every machine.
+// Sums over a vector with the same bits on every machine and for any number of shards: the float64
+// sum of each block of elements, in a fixed order, and the exact sum of these. Blocks lie at fixed
+// places of the whole vector, and shards begin at blocks.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ inline constexpr std::size_t kMostBlock = 1024;
 // least 1,024 in the vector, or as many as there are elements.
 std::size_t block_of(std::uint64_t elements) noexcept;
 
-// Reads n elements of a vector as float64. `words`: how many float32 words an element has: 1 for
-// float32, 2 for float64.
+// Reads n elements of a vector as float64. `words`: the float32 words of an element, 1 for float32
+// and 2 for float64.
 void widen(const float* x, std::size_t words, std::size_t n, double* y) noexcept;
 // Writes n elements, each rounded.
 void narrow(const double* x, std::size_t words, std::size_t n, float* y) noexcept;

@@ -110,15 +110,15 @@ void fields(auto& stream, auto& given) {
   using Given = std::remove_cvref_t<decltype(given)>;
   if constexpr (std::is_same_v<Given, command::Dots>)
     stream(given.pairs);
-  else if constexpr (std::is_same_v<Given, command::Combine>)
+  else if constexpr (std::is_same_v<Given, command::WeightedSum>)
     stream(given.target, given.terms);
-  else if constexpr (std::is_same_v<Given, command::Copy>)
+  else if constexpr (std::is_same_v<Given, command::CopyVector>)
     stream(given.target, given.source);
-  else if constexpr (std::is_same_v<Given, command::Fold>)
+  else if constexpr (std::is_same_v<Given, command::FoldPushes>)
     stream(given.target, given.batch, given.pushes);
   else if constexpr (std::is_same_v<Given, command::Discard>)
     stream(given.all, given.batch);
-  else if constexpr (!std::is_same_v<Given, command::Names>)
+  else if constexpr (!std::is_same_v<Given, command::ListNames>)
     stream(given.name);
 }
 
@@ -149,7 +149,7 @@ bool changes_vectors(const Command& command) noexcept {
   return !std::holds_alternative<command::Dots>(command) &&
          !std::holds_alternative<command::Absmax>(command) &&
          !std::holds_alternative<command::Abssum>(command) &&
-         !std::holds_alternative<command::Names>(command);
+         !std::holds_alternative<command::ListNames>(command);
 }
 
 std::vector<std::byte> pack(std::span<const Command> commands) {
@@ -175,17 +175,17 @@ std::vector<Command> parse_commands(ConstBytes bytes) {
   return commands;
 }
 
-std::vector<std::byte> pack(std::span<const Result> results) {
+std::vector<std::byte> pack(std::span<const CommandResult> results) {
   Writer writer;
   writer(static_cast<std::uint32_t>(results.size()));
-  for (const Result& each : results) writer(each.numbers, each.names);
+  for (const CommandResult& each : results) writer(each.numbers, each.names);
   return writer.take();
 }
 
-std::vector<Result> parse_results(ConstBytes bytes) {
+std::vector<CommandResult> parse_results(ConstBytes bytes) {
   Reader reader(bytes);
-  std::vector<Result> results(reader.count(kMostCommands));
-  for (Result& each : results) reader(each.numbers, each.names);
+  std::vector<CommandResult> results(reader.count(kMostCommands));
+  for (CommandResult& each : results) reader(each.numbers, each.names);
   reader.end();
   return results;
 }

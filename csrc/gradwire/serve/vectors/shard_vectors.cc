@@ -18,9 +18,9 @@ ConstBytes take_name(ConstBytes payload, StagedPush& name) {
 
 }  // namespace
 
-// Takes one frame of a push that is kept whole. NaN is a value like others: the coordinator sees it
-// in sums.
-std::optional<Answer> Shard::stage(Request& push, const Message& message) {
+// Takes one frame of a push that is staged. NaN is a value like others: the coordinator sees it in
+// sums.
+std::optional<Answer> Shard::stage(OpenRequest& push, const ServeMessage& message) {
   const ShardFrame& frame = take_frame(push, message);
   ConstBytes payload = message.payload;
   if (push.next == 1) {
@@ -36,8 +36,8 @@ std::optional<Answer> Shard::stage(Request& push, const Message& message) {
   return std::exchange(push.answer, {});
 }
 
-// Makes room for a push, unless it is there already: then its frames change nothing.
-void Shard::begin_staging(Request& push) {
+// Makes room for a push. One that is staged already gets none, and its frames change nothing.
+void Shard::begin_staging(OpenRequest& push) {
   push.answer = {};
   push.staged = {};
   push.arrival.reset();
@@ -53,7 +53,7 @@ void Shard::begin_staging(Request& push) {
   }
 }
 
-void Shard::end_staging(Request& push) {
+void Shard::end_staging(OpenRequest& push) {
   const bool kept = push.arrival.has_value();
   push.arrival.reset();  // whose room it takes
   if (kept) vectors_->stage(push.name, std::exchange(push.staged, {}));
@@ -67,7 +67,7 @@ std::vector<std::byte> Shard::ask(ConstBytes commands, bool may_change) {
   if (!may_change && std::ranges::any_of(parsed, changes_vectors))
     throw InvalidArgument("only a coordinator may change vectors");
   const SharedWords before = vectors_->find(kParameters);
-  const std::vector<Result> results = vectors_->run(parsed);
+  const std::vector<CommandResult> results = vectors_->run(parsed);
   if (vectors_->find(kParameters) != before) ++version_;
   return pack(results);
 }

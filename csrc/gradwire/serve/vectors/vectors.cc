@@ -35,12 +35,12 @@ bool FinishedBatches::has(std::uint64_t batch) const {
 
 std::uint64_t FinishedBatches::last() const { return batches_.empty() ? 0 : *batches_.rbegin(); }
 
-// What the commands of one request have made of the vectors so far.
+// The vectors as the commands of one request have changed them so far.
 class Vectors::Draft {
  public:
   explicit Draft(Vectors& owner) : owner_(owner), vectors_(owner.vectors_) {}
 
-  Result run(const Command& command) {
+  CommandResult run(const Command& command) {
     return std::visit([this](const auto& given) { return (*this)(given); }, command);
   }
   void commit();
@@ -48,15 +48,15 @@ class Vectors::Draft {
  private:
   using Source = std::pair<double, const float*>;
 
-  Result operator()(const command::Dots& given) const;
-  Result operator()(const command::Absmax& given) const;
-  Result operator()(const command::Abssum& given) const;
-  Result operator()(const command::Combine& given);
-  Result operator()(const command::Copy& given);
-  Result operator()(const command::Drop& given);
-  Result operator()(const command::Names&) const;
-  Result operator()(const command::Fold& given);
-  Result operator()(const command::Discard& given);
+  CommandResult operator()(const command::Dots& given) const;
+  CommandResult operator()(const command::Absmax& given) const;
+  CommandResult operator()(const command::Abssum& given) const;
+  CommandResult operator()(const command::WeightedSum& given);
+  CommandResult operator()(const command::CopyVector& given);
+  CommandResult operator()(const command::Drop& given);
+  CommandResult operator()(const command::ListNames&) const;
+  CommandResult operator()(const command::FoldPushes& given);
+  CommandResult operator()(const command::Discard& given);
 
   const SharedWords& find(const std::string& name) const;
   SharedWords push_of(std::uint64_t batch, PushName push) const;
@@ -96,7 +96,7 @@ void Vectors::Draft::check_target(const std::string& name) const {
 }
 
 // Each vector is read once for all pairs, a block at a time.
-Result Vectors::Draft::operator()(const command::Dots& given) const {
+CommandResult Vectors::Draft::operator()(const command::Dots& given) const {
   std::vector<const float*> vectors;
   const auto index_of = [&](const std::string& name) {
     const float* const values = find(name)->data();
@@ -117,12 +117,12 @@ Result Vectors::Draft::operator()(const command::Dots& given) const {
     for (std::size_t i = 0; i < pairs.size(); ++i)
       sums[i].add(dot(wide[pairs[i].first].data(), wide[pairs[i].second].data(), n));
   });
-  Result result;
+  CommandResult result;
   for (const ExactSum& each : sums) result.numbers.push_back(each.parts());
   return result;
 }
 
-Result Vectors::Draft::operator()(const command::Absmax& given) const {
+CommandResult Vectors::Draft::operator()(const command::Absmax& given) const {
   const float* const x = find(given.name)->data();
   std::array<double, kMostBlock> wide;
   double most = 0;
@@ -134,7 +134,7 @@ Result Vectors::Draft::operator()(const command::Absmax& given) const {
   return {.numbers = {{most}}};
 }
 
-Result Vectors::Draft::operator()(const command::Abssum& given) const {
+CommandResult Vectors::Draft::operator()(const command::Abssum& given) const {
   const float* const x = find(given.name)->data();
   std::array<double, kMostBlock> wide;
   ExactSum sum;
@@ -162,7 +162,7 @@ SharedWords Vectors::Draft::sum_of(std::span<const Source> sources) const {
   return target;
 }
 
-Result Vectors::Draft::operator()(const command::Combine& given) {
+CommandResult Vectors::Draft::operator()(const command::WeightedSum& given) {
   check_target(given.target);
   if (given.terms.empty()) throw InvalidArgument("combine: there are no terms");
   std::vector<Source> sources;
@@ -172,22 +172,22 @@ Result Vectors::Draft::operator()(const command::Combine& given) {
   return {};
 }
 
-Result Vectors::Draft::operator()(const command::Copy& given) {
+CommandResult Vectors::Draft::operator()(const command::CopyVector& given) {
   check_target(given.target);
   const SharedWords source = find(given.source);
   vectors_[given.target] = source;
   return {};
 }
 
-Result Vectors::Draft::operator()(const command::Drop& given) {
+CommandResult Vectors::Draft::operator()(const command::Drop& given) {
   find(given.name);
   if (given.name == kParameters) throw InvalidArgument("drop: 'w' are the parameters, which stay");
   vectors_.erase(given.name);
   return {};
 }
 
-Result Vectors::Draft::operator()(const command::Names&) const {
-  Result result;
+CommandResult Vectors::Draft::operator()(const command::ListNames&) const {
+  CommandResult result;
   for (const auto& [name, values] : vectors_) result.names.push_back(name);
   return result;
 }
@@ -200,7 +200,7 @@ SharedWords Vectors::Draft::push_of(std::uint64_t batch, PushName push) const {
   throw InvalidArgument("fold: there is no " + text_of(batch, push));
 }
 
-Result Vectors::Draft::operator()(const command::Fold& given) {
+CommandResult Vectors::Draft::operator()(const command::FoldPushes& given) {
   check_target(given.target);
   if (owner_.finished_.has(given.batch) || finished_.contains(given.batch))
     throw InvalidArgument("fold: batch " + std::to_string(given.batch) +
@@ -214,7 +214,7 @@ Result Vectors::Draft::operator()(const command::Fold& given) {
   return {};
 }
 
-Result Vectors::Draft::operator()(const command::Discard& given) {
+CommandResult Vectors::Draft::operator()(const command::Discard& given) {
   if (given.all)
     for (const auto& [batch, pushes] : owner_.staged_) finished_.insert(batch);
   else
@@ -276,9 +276,9 @@ std::uint64_t Vectors::last_batch() const {
   return std::max(finished_.last(), staged_.empty() ? 0 : staged_.rbegin()->first);
 }
 
-std::vector<Result> Vectors::run(std::span<const Command> commands) {
+std::vector<CommandResult> Vectors::run(std::span<const Command> commands) {
   Draft draft(*this);
-  std::vector<Result> results;
+  std::vector<CommandResult> results;
   for (const Command& each : commands) results.push_back(draft.run(each));
   if (pack(results).size() > kMostPayload)
     throw InvalidArgument("the results are longer than a message: ask for fewer at a time");
@@ -286,7 +286,7 @@ std::vector<Result> Vectors::run(std::span<const Command> commands) {
   return results;
 }
 
-// Counts pushes that arrive beside those that are given.
+// Arriving pushes count too.
 void Vectors::check_room(std::size_t vectors, std::size_t pushes) const {
   pushes += arriving_;
   if (vectors > limits_.vectors)
@@ -311,8 +311,8 @@ std::shared_ptr<Words> Vectors::fresh() {
   return taken;
 }
 
-// Keeps the memory of vectors that nobody has any more: new memory costs more than to write to it.
-// All of it was made without const.
+// Keeps the memory of vectors that nobody holds: allocating it costs more than writing to it. All
+// of it was allocated without const.
 void Vectors::recycle(Map& old) {
   for (auto& [name, values] : old)
     if (values.use_count() == 1 && spare_.size() < kMostSpare)

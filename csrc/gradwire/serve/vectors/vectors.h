@@ -1,9 +1,9 @@
 // Vectors: what a shard of a table with the rule `staged` holds in place of a rule's state: the
 // parameters "w" and other vectors of the same elements, by name, and the pushes that are staged
-// until they are folded into a vector. Commands work on them; they are done all or none.
+// until a command adds them up into a vector. The commands of a request are run all or none.
 //
-// Values are float32 words: one an element, or two where elements are float64. A vector that is
-// changed is written anew, so whoever reads an older one (a pull) may go on.
+// Values are float32 words: one per element, or two for float64. A change makes a new vector, so
+// that a pull may go on reading the old one.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,8 @@ struct VectorLimits {
   std::uint64_t bytes = std::numeric_limits<std::uint64_t>::max();  // of all of them together
 };
 
-// Numbers of batches that are over. Of the smallest ones only the largest is remembered, and all
-// below it count as over.
+// Numbers of batches that are over. Only the kRemembered largest are kept; all below them count as
+// over.
 class FinishedBatches {
  public:
   static constexpr std::size_t kRemembered = 4096;
@@ -60,8 +60,8 @@ class Vectors {
   void put(const std::string& name, Words values);
   const Map& all() const noexcept { return vectors_; }
 
-  // Room for a push of which not all frames are there; it is given back at the end of this object,
-  // which must not outlive its Vectors.
+  // Reserves room for a push that is still arriving, as long as this object exists. It must not
+  // outlive its Vectors.
   class Arrival {
    public:
     explicit Arrival(std::size_t& arriving) : arriving_(&arriving) { ++arriving; }
@@ -78,19 +78,19 @@ class Vectors {
     std::size_t* arriving_;
   };
 
-  // Returns room for a push that begins to arrive; nothing where stage() would not keep it. Throws
-  // InvalidArgument where there is no room.
+  // Reserves room for a push that begins to arrive; returns nullopt where stage() would not keep
+  // it. Throws InvalidArgument where there is no room.
   std::optional<Arrival> arrive(const StagedPush& push);
-  // Keeps a push; not where it is there already or its batch is over. Throws InvalidArgument where
+  // Keeps a push, unless it is there already or its batch is over. Throws InvalidArgument where
   // there is no room.
   void stage(const StagedPush& push, Words values);
   std::size_t staged() const noexcept;
   // Returns the largest number of a batch that is over or has staged pushes; 0 without any.
   std::uint64_t last_batch() const;
 
-  // Runs the commands in their order. Throws InvalidArgument, and changes nothing, where one of
-  // them cannot be done.
-  std::vector<Result> run(std::span<const Command> commands);
+  // Runs the commands in order. Throws InvalidArgument, and changes nothing, where one of them
+  // cannot be run.
+  std::vector<CommandResult> run(std::span<const Command> commands);
 
  private:
   class Draft;
@@ -107,7 +107,7 @@ class Vectors {
   std::map<std::uint64_t, Batch> staged_;
   std::size_t arriving_ = 0;  // pushes
   FinishedBatches finished_;
-  std::vector<std::shared_ptr<Words>> spare_;  // memory of vectors that were replaced
+  std::vector<std::shared_ptr<Words>> spare_;  // memory of replaced vectors, for reuse
 };
 
 }  // namespace gradwire::serve

@@ -18,8 +18,9 @@ std::string without_ranks(const std::string& text, Rank peer) {
 
 }  // namespace
 
-transport::Options channel_options(End end, std::shared_ptr<transport::Context> context) {
-  transport::Options options;
+transport::LinkOptions channel_options(End end,
+                                       std::shared_ptr<transport::TransportContext> context) {
+  transport::LinkOptions options;
   options.rank = static_cast<Rank>(end);
   options.size = kEnds;
   options.messages = kWindow;
@@ -32,7 +33,7 @@ Channel::Channel(std::unique_ptr<transport::Transport> transport, std::string pe
     : transport_(std::move(transport)), peer_(std::move(peer)), rank_(transport_->peers().at(0)) {}
 
 std::unique_ptr<Channel> Channel::make(End end, std::string_view transport,
-                                       std::shared_ptr<transport::Context> context,
+                                       std::shared_ptr<transport::TransportContext> context,
                                        transport::Connection connection, std::string peer,
                                        const WaitLimit& wait_limit) {
   auto made = make_transport(transport, channel_options(end, std::move(context)));
@@ -107,8 +108,8 @@ void Channel::send(const MessageHeader& header) {
   guarded([&] { transport_->commit(sizeof header + header.length); });
 }
 
-std::optional<Message> Channel::next() {
-  return guarded([&]() -> std::optional<Message> {
+std::optional<ServeMessage> Channel::next() {
+  return guarded([&]() -> std::optional<ServeMessage> {
     const auto frame = transport_->peek(rank_);
     if (!frame) return std::nullopt;
     try {

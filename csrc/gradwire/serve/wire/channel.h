@@ -1,9 +1,9 @@
-// Channel: one client's connection to one shard, over a transport between the two. Both ends use
-// it. It is the failure domain of the service: when a channel ends, nothing else does.
+// Channel: one client's connection to one shard, over a transport between the two; both ends use
+// this class. It is the service's failure domain: when a channel ends, nothing else does.
 //
-// Small messages are queued, and sent before the frames of bulk data, for which the sender asks one
-// by one when there is room. One thread at a time uses a channel. Nothing here blocks or throws for
-// the peer's end.
+// Small messages are queued, and sent before the frames of bulk data, for which the sender asks for
+// room one by one. One thread at a time uses a channel. Only make() blocks. No call throws because
+// the peer has ended: ended() says so.
 #pragma once
 
 #include <deque>
@@ -22,14 +22,15 @@
 
 namespace gradwire::serve {
 
-// Frames that a sender may have under way.
+// The most frames that a sender may have staged at a time.
 inline constexpr int kWindow = 4;
 
-// Which end of its transport a process is.
+// Which end of a channel a process is: the rank in its transport.
 enum class End : Rank { kServer = 0, kClient = 1 };
 
 // The options of a channel's transport.
-transport::Options channel_options(End end, std::shared_ptr<transport::Context> context = {});
+transport::LinkOptions channel_options(End end,
+                                       std::shared_ptr<transport::TransportContext> context = {});
 
 class Channel {
  public:
@@ -39,32 +40,32 @@ class Channel {
   // Makes a channel over a connected, authenticated socket. Blocks until the other end has agreed;
   // throws Timeout or TransportError that names it.
   static std::unique_ptr<Channel> make(End end, std::string_view transport,
-                                       std::shared_ptr<transport::Context> context,
+                                       std::shared_ptr<transport::TransportContext> context,
                                        transport::Connection connection, std::string peer,
                                        const WaitLimit& wait_limit);
 
   const std::string& peer() const noexcept { return peer_; }
 
-  // Queues a small message; its payload is copied.
+  // Queues a small message, with a copy of the payload.
   void post(MessageHeader header, ConstBytes payload = {});
   // Returns the number of messages that wait to be sent.
   std::size_t queued() const noexcept { return queue_.size(); }
-  // Sends what waits, as far as there is room. Returns whether something was sent.
+  // Sends queued messages, as far as there is room. Returns whether any was sent.
   bool send_queued();
-  // Returns room for the payload of a bulk frame, of kMostPayload bytes; empty when messages wait,
-  // there is none now, or the peer has `most` unread frames, if the transport can tell. send() uses
-  // it; send_queued() and another room() give it up.
+  // Returns kMostPayload bytes of room for the payload of a bulk frame, which send() then sends.
+  // Empty when messages are queued, there is no room now, or the peer has `most` unread frames (if
+  // the transport can tell). send_queued() and another room() give the room up.
   Bytes room(int most = kWindow);
   Copy copy() const noexcept { return transport_->copy(); }
   void send(const MessageHeader& header);
 
-  // Returns the oldest message that was not released. A frame that is none ends the channel.
-  std::optional<Message> next();
+  // Returns the oldest message that was not released. An invalid frame ends the channel.
+  std::optional<ServeMessage> next();
   void release();
 
   // Ends the channel. Does nothing when it has ended.
   void end(std::string why);
-  // Pushes out what the transport still holds. Returns whether nothing is left.
+  // Sends what the transport still holds. Returns whether nothing is left.
   bool flush();
   bool ended() const noexcept { return ended_; }
   // Returns why it ended: "shard 1 (host:pid): the peer closed it or died".

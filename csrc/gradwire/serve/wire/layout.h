@@ -1,5 +1,5 @@
-// Layout: which elements each shard holds, and in which frames they travel. It follows from the
-// Table alone, so a client and a server have the same.
+// ShardLayout: which elements a shard holds, and in which frames they travel. It follows from the
+// ParameterTable alone, so a client and a server compute the same.
 #pragma once
 
 #include <cstddef>
@@ -13,36 +13,36 @@
 
 namespace gradwire::serve {
 
-// Elements of one parameter. A codec encodes a piece by itself.
-struct Piece {
+// Consecutive elements of one parameter within a shard. Codecs encode each span separately.
+struct ParameterSpan {
   std::size_t parameter = 0;
   std::size_t offset = 0;  // in the parameter
-  std::size_t first = 0;   // in the shard's range
+  std::size_t first = 0;   // in the shard's elements
   std::size_t count = 0;
 };
 
-// Consecutive elements of a shard's range that travel in one message.
+// Consecutive elements of a shard that travel in one message.
 struct ShardFrame {
   std::size_t first = 0, count = 0;
-  std::size_t piece = 0, pieces = 0;  // which of Layout::pieces()
+  std::size_t span = 0, spans = 0;  // which of ShardLayout::spans()
 };
 
-// The most words of a frame: they fill a message but for a part.
+// The most words of a frame, which fit a message whatever the codec.
 inline constexpr std::size_t kMostFrame = 28'672;
 
 using Codecs = std::vector<std::shared_ptr<const codec::Codec>>;
-Codecs codecs_of(const Table& table);
+Codecs codecs_of(const ParameterTable& table);
 
-class Layout {
+class ShardLayout {
  public:
-  Layout(const Table& table, const Codecs& codecs, std::uint32_t shard);
+  ShardLayout(const ParameterTable& table, const Codecs& codecs, std::uint32_t shard);
 
   std::size_t elements() const noexcept { return elements_; }
-  std::size_t words() const noexcept { return words_; }  // of an element: see Table
+  std::size_t words() const noexcept { return words_; }  // of an element: see ParameterTable
   const std::vector<ShardFrame>& frames() const noexcept { return frames_; }
-  const std::vector<Piece>& pieces() const noexcept { return pieces_; }
-  std::span<const Piece> pieces(const ShardFrame& frame) const noexcept {
-    return std::span(pieces_).subspan(frame.piece, frame.pieces);
+  const std::vector<ParameterSpan>& spans() const noexcept { return spans_; }
+  std::span<const ParameterSpan> spans(const ShardFrame& frame) const noexcept {
+    return std::span(spans_).subspan(frame.span, frame.spans);
   }
   // Says in a header that its payload is of this frame: first, count, and the flags for its place.
   void describe(std::size_t index, MessageHeader& header) const;
@@ -50,19 +50,19 @@ class Layout {
   bool is_described(std::size_t index, const MessageHeader& header) const;
 
  private:
-  void cut(const Table& table, std::uint64_t begin, std::uint64_t end);
-  void group(const Codecs& codecs, std::size_t most);
+  void divide(const ParameterTable& table, std::uint64_t begin, std::uint64_t end);
+  void join_into_frames(const Codecs& codecs, std::size_t most);
 
   std::size_t elements_ = 0;
   std::size_t words_ = 1;
-  std::vector<Piece> pieces_;
+  std::vector<ParameterSpan> spans_;
   std::vector<ShardFrame> frames_;
 };
 
-// Decodes a frame's payload to y[0, frame.count · words), or adds it. `codec` is its header's: an
-// index, or kMixedCodecs. Throws InvalidArgument where the payload is none of this frame. Float64
-// cannot be added. Returns whether all values are finite.
-bool decode_frame(const Codecs& codecs, std::uint16_t codec, const Layout& layout,
+// Decodes a frame's payload to y[0, frame.count · words), or adds it to what is there (not
+// float64). `codec` is the header's: an index, or kMixedCodecs. Throws InvalidArgument where the
+// payload does not fit the frame. Returns whether all values are finite.
+bool decode_frame(const Codecs& codecs, std::uint16_t codec, const ShardLayout& layout,
                   const ShardFrame& frame, ConstBytes payload, bool add, float* y);
 
 }  // namespace gradwire::serve

@@ -27,8 +27,8 @@ const char* fault_of(const MessageHeader& header, std::size_t payload) {
 
 }  // namespace
 
-Message parse(ConstBytes frame) {
-  Message message;
+ServeMessage parse(ConstBytes frame) {
+  ServeMessage message;
   if (frame.size() < sizeof message.header)
     throw InvalidArgument("a frame of " + std::to_string(frame.size()) + " bytes has no header");
   std::memcpy(&message.header, frame.data(), sizeof message.header);

@@ -1,5 +1,5 @@
 // The header in front of every frame between a client and a shard of the parameter server, and its
-// parser. Bytes from the network are hostile until parse() has returned.
+// parser. Bytes from the network are untrusted until parse() has returned.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace gradwire::serve {
 inline constexpr std::uint32_t kMessageMagic = 0x31535247;  // "GRS1"; a new version, a new magic
 
 enum class Op : std::uint8_t {
-  kJoin = 1,  // a Table's text, in one or more frames; reply: version, or refused with the reason
+  kJoin = 1,  // a ParameterTable's text, in one or more frames; reply: version, or refused with the
+              // reason
   kSet,       // initial values in float32; the first complete ones win; reply: version, or refused
   kPush,      // a gradient; reply: version, `extra` is the staleness; or refused with the reason
   kPull,      // replies: the parameters, a frame at a time
@@ -41,13 +42,12 @@ constexpr std::uint8_t flags_of(std::size_t frame, std::size_t frames) noexcept 
 // Why a request was refused.
 enum class Refusal : std::uint32_t { kNone, kInvalid, kStale, kNotFinite, kNoValues, kHasValues };
 
-// In place of a codec's index, in PUSH: the payload begins with one byte for each piece of the
-// frame, which is the index of its codec.
+// In place of a codec's index, in PUSH: the payload begins with one byte for each span of the
+// frame, the index of that span's codec.
 inline constexpr std::uint16_t kMixedCodecs = 0xFFFF;
 
-// What a client is. Coordinators give commands to vectors and never see a value; replicas push and
-// pull.
-enum class Role : std::uint64_t { kReplica, kCoordinator };
+// Replicas push and pull values. Coordinators give commands to vectors, and never see a value.
+enum class ClientRole : std::uint64_t { kReplica, kCoordinator };
 
 // The version before initial values are there.
 inline constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
@@ -59,34 +59,37 @@ struct MessageHeader {
   std::uint16_t codec = 0;     // of the payload: its index in the Table, or kMixedCodecs
   std::uint64_t client = 0;    // who asks; its incarnation is in the low 16 bits
   std::uint32_t sequence = 0;  // of the request, which the reply repeats
-  std::uint16_t table = 0;     // low bits of the Table's digest; 0 in JOIN
+  std::uint16_t table = 0;     // low bits of the ParameterTable's digest; 0 in JOIN
   std::uint16_t zero = 0;
-  std::uint64_t first = 0;  // SET, PUSH, PULL's replies: elements of the shard's range that the
-  std::uint32_t count = 0;  // payload holds; refused replies: why, a Refusal; JOIN: first is a Role
-  std::uint32_t length = 0;  // payload bytes that follow
-  // PUSH: of the parameters from which the gradient was computed, kNoVersion where none were
-  // pulled, which counts as the oldest; WAIT: the one that is waited for; replies: the shard's now.
+  // SET, PUSH, replies to PULL: the shard's elements [first, first + count) are in the payload.
+  // JOIN: `first` is a ClientRole. Refusals: `count` is a Refusal.
+  std::uint64_t first = 0;
+  std::uint32_t count = 0;
+  std::uint32_t length = 0;  // bytes of the payload
+  // PUSH: the version of the parameters from which the gradient was computed; kNoVersion, which
+  // counts as the oldest, where none were pulled. WAIT: the one to wait for. Replies: the shard's.
   std::uint64_t version = 0;
-  std::uint32_t extra = 0;  // PUSH: the rate as float32, 0 for the rule's own; PULL: 1 where the
-                            // client has the values of its last pull; PUSH's reply: staleness;
-                            // WAIT: 1 for "no more", of the one with this number, without a reply
+  // PUSH: the rate as float32, 0 for the rule's own. Replies to PUSH: the staleness. PULL: 1 where
+  // the client has the values of its last pull. WAIT: 1 cancels the WAIT of this sequence number,
+  // without a reply.
+  std::uint32_t extra = 0;
   std::uint32_t zeros[3] = {};
 
   bool has(MessageFlags flag) const noexcept { return (flags & flag) != 0; }
 };
 static_assert(sizeof(MessageHeader) == 64 && std::is_trivially_copyable_v<MessageHeader>);
 
-// The most bytes of a frame's payload: with its header it is the transports' usual message.
+// The most bytes of a payload: with its header it is a transport's usual message.
 inline constexpr std::size_t kMostPayload = kUsualFrame - sizeof(MessageHeader);
 
-struct Message {
+struct ServeMessage {
   MessageHeader header;
   ConstBytes payload;
 };
 
-// Checks all of a frame that can be checked without a table. Throws InvalidArgument that says what
-// is wrong.
-Message parse(ConstBytes frame);
+// Parses a frame, and checks all that can be checked without a table. Throws InvalidArgument, which
+// says what is wrong.
+ServeMessage parse(ConstBytes frame);
 
 std::string_view name_of(Op op) noexcept;
 // Returns the text of a refusal or of statistics.

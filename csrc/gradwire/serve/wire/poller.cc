@@ -25,7 +25,7 @@ Poller::Poller(Turn turn) : turn_(std::move(turn)), epoll_(transport::make_epoll
 void Poller::add(Channel& channel) {
   const int doorbell = channel.doorbell();
   transport::watch(epoll_.get(), doorbell, EPOLLIN, doorbell);
-  members_.emplace(doorbell, Member{&channel});
+  members_.emplace(doorbell, PolledChannel{&channel});
   ++awake_;
 }
 
@@ -37,10 +37,10 @@ void Poller::remove(Channel& channel) {
   members_.erase(found);
 }
 
-void Poller::rouse(Channel& channel) {
+void Poller::resume(Channel& channel) {
   const auto found = members_.find(channel.doorbell());
   if (found == members_.end()) return;
-  Member& member = found->second;
+  PolledChannel& member = found->second;
   member.empty_turns = 0;
   if (!member.asleep) return;
   member.asleep = false;
@@ -48,14 +48,14 @@ void Poller::rouse(Channel& channel) {
   channel.disarm();
 }
 
-bool Poller::take_turn(Member& member) {
+bool Poller::take_turn(PolledChannel& member) {
   const bool moved = turn_(*member.channel);
   member.empty_turns = moved ? 0 : member.empty_turns + 1;
   return moved;
 }
 
 // Announces the sleep, and looks once more: what came before is not rung for.
-void Poller::fall_asleep(Member& member) {
+void Poller::fall_asleep(PolledChannel& member) {
   member.channel->arm();
   if (take_turn(member) || member.channel->ended()) return member.channel->disarm();
   member.asleep = true;
@@ -87,7 +87,7 @@ void Poller::wait(const Deadline& deadline) {
       continue;
     }
     const auto found = members_.find(doorbell);
-    if (found != members_.end() && found->second.asleep) rouse(*found->second.channel);
+    if (found != members_.end() && found->second.asleep) resume(*found->second.channel);
   }
 }
 

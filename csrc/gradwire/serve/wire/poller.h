@@ -1,5 +1,5 @@
-// Poller: runs one thread over many channels. A channel with something to do has a turn in each
-// round; others sleep until their doorbell rings, and cost nothing.
+// Poller: runs one thread over many channels. Channels with something to do have a turn in each
+// round. The others sleep, at no cost, until their doorbell rings.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ class Poller {
 
   void add(Channel& channel);
   void remove(Channel& channel);
-  // Gives a channel turns again, as something else than its doorbell says that it needs them.
-  void rouse(Channel& channel);
+  // Wakes a sleeping channel that has something to do for another reason than its doorbell.
+  void resume(Channel& channel);
 
   // Gives each channel that is awake a turn. Returns whether one of them did anything.
   bool round();
@@ -35,21 +35,21 @@ class Poller {
   void wake() noexcept { bell_.ring(); }
 
  private:
-  struct Member {
+  struct PolledChannel {
     Channel* channel;
     int empty_turns = 0;
     bool asleep = false;
   };
-  bool take_turn(Member& member);
-  void fall_asleep(Member& member);
+  bool take_turn(PolledChannel& member);
+  void fall_asleep(PolledChannel& member);
 
   Turn turn_;
   UniqueFd epoll_;
   Bell bell_;
-  std::map<int, Member> members_;  // by doorbell
+  std::map<int, PolledChannel> members_;  // by doorbell
   std::size_t awake_ = 0;
   bool moved_ = false;  // in the last round
-  int unlooked_ = 0;    // rounds without a look at the doorbells
+  int unlooked_ = 0;    // rounds since the doorbells were polled
 };
 
 }  // namespace gradwire::serve

@@ -57,7 +57,7 @@ Parameter parse_parameter(std::string_view rest, std::string_view line) {
   return parameter;
 }
 
-void parse_line(std::string_view line, Table& table) {
+void parse_line(std::string_view line, ParameterTable& table) {
   std::string_view rest = line;
   const std::string_view key = take(rest, ' ');
   if (key == "rule")
@@ -91,12 +91,12 @@ void check_codecs(const std::vector<std::string>& codecs) {
 }
 
 // Vectors are cut at blocks, and nothing is applied where pushes are staged.
-void check_staged(const Table& table) {
+void check_staged(const ParameterTable& table) {
   if (table.dtype != DType::kFloat32 && (!table.staged() || table.codecs.size() > 1))
     throw InvalidArgument("parameters of " + std::string(name_of(table.dtype)) +
                           " need the rule staged, and codec none alone");
   if (!table.staged()) return;
-  if (table.divide || table.max_staleness != Table{}.max_staleness)
+  if (table.divide || table.max_staleness != ParameterTable{}.max_staleness)
     throw InvalidArgument(
         "the rule staged applies no push: divide and max_staleness mean nothing to it");
   const std::uint64_t block = block_of(table.elements());
@@ -116,21 +116,21 @@ std::uint64_t Parameter::elements() const noexcept {
   return std::ranges::find(shape, std::uint64_t{0}) != shape.end() ? 0 : product;
 }
 
-std::uint64_t Table::elements() const noexcept {
+std::uint64_t ParameterTable::elements() const noexcept {
   std::uint64_t sum = 0;
   for (const Parameter& each : parameters) sum = std::min(sum + each.elements(), kMostElements + 1);
   return sum;
 }
 
-bool Table::staged() const noexcept { return rule == kStaged; }
+bool ParameterTable::staged() const noexcept { return rule == kStaged; }
 
-std::uint16_t Table::index_of(const std::string& codec) const {
+std::uint16_t ParameterTable::index_of(const std::string& codec) const {
   const auto found = std::ranges::find(codecs, codec);
   if (found != codecs.end()) return static_cast<std::uint16_t>(found - codecs.begin());
   throw InvalidArgument("codec '" + codec + "' was not named when the servers were joined");
 }
 
-std::string Table::text() const {
+std::string ParameterTable::text() const {
   std::string out(kTitle);
   out += "\nrule " + rule + "\nshards " + std::to_string(shards);
   out += "\natomic " + std::string(atomic_push ? "push" : "frame");
@@ -143,14 +143,14 @@ std::string Table::text() const {
   return out + "\n";
 }
 
-std::uint64_t Table::digest() const { return Fnv1a().text(text()).digest(); }
+std::uint64_t ParameterTable::digest() const { return Fnv1a().text(text()).digest(); }
 
-std::uint16_t Table::mark() const {
+std::uint16_t ParameterTable::mark() const {
   return static_cast<std::uint16_t>(std::max<std::uint64_t>(digest() & 0xFFFF, 1));
 }
 
-Table Table::parse(std::string_view text) {
-  Table table;
+ParameterTable ParameterTable::parse(std::string_view text) {
+  ParameterTable table;
   table.codecs.clear();
   std::string_view rest = text;
   if (take(rest, '\n') != kTitle) refuse(text.substr(0, text.find('\n')));
@@ -160,7 +160,7 @@ Table Table::parse(std::string_view text) {
   return table;
 }
 
-void Table::check() const {
+void ParameterTable::check() const {
   if (parameters.empty()) throw InvalidArgument("a parameter server needs a parameter");
   if (shards < 1 || shards > kMostShards || elements() < shards || elements() > kMostElements)
     throw InvalidArgument(std::to_string(elements()) + " elements can't be cut into " +
@@ -170,7 +170,7 @@ void Table::check() const {
     if (each.name.find('\n') != std::string::npos || !names.insert(each.name).second)
       throw InvalidArgument("parameter '" + each.name +
                             "' has a name with a line break, or that of another one");
-  if (make_rule(rule)->name() != rule)
+  if (make_rule(rule).name != rule)
     throw InvalidArgument("rule '" + rule + "' is not in its own form");
   check_codecs(codecs);
   check_staged(*this);
@@ -179,7 +179,7 @@ void Table::check() const {
                           " bytes, and at most " + std::to_string(kMostTableText) + " can be sent");
 }
 
-std::string difference(const Table& theirs, const Table& ours) {
+std::string difference(const ParameterTable& theirs, const ParameterTable& ours) {
   if (theirs.shards != ours.shards)
     return std::to_string(theirs.shards) + " shards, not " + std::to_string(ours.shards);
   if (theirs.rule != ours.rule) return "rule '" + theirs.rule + "', not '" + ours.rule + "'";

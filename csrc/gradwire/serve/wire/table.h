@@ -1,5 +1,5 @@
-// Table: what all clients of a parameter server must agree on. The first client that joins brings
-// it; others are refused unless theirs is the same.
+// ParameterTable: what all clients of a parameter server must agree on. The first client to join
+// sets it; others are refused unless theirs is the same.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct Parameter {
   bool operator==(const Parameter&) const = default;
 };
 
-struct Table {
+struct ParameterTable {
   std::vector<Parameter> parameters;           // in the order of the arrays of push() and pull()
   std::string rule = "sgd:rate=0.1";           // make_rule()'s, canonical
   std::vector<std::string> codecs = {"none"};  // make_codec()'s, canonical; "none" comes first
@@ -30,25 +30,24 @@ struct Table {
   DType dtype = DType::kFloat32;  // of all elements; or float64 with the rule kStaged, codec none
 
   std::uint64_t elements() const noexcept;
-  // Values lie and travel as float32 words: returns how many an element has, 1 or 2.
+  // Returns the float32 words of an element, 1 or 2: values are stored and sent as words.
   std::size_t words() const noexcept { return dtype == DType::kFloat64 ? 2 : 1; }
-  // Returns whether shards hold vectors and keep pushes until they are folded into one.
+  // Returns whether shards hold vectors, and keep pushes until a coordinator adds them up.
   bool staged() const noexcept;
   std::uint16_t index_of(const std::string& codec) const;  // throws InvalidArgument
 
   std::string text() const;
   std::uint64_t digest() const;
-  // Returns what a frame's header has of the digest; never 0.
+  // Returns the bits of the digest that frame headers carry; never 0.
   std::uint16_t mark() const;
-  // Throws InvalidArgument for a text that text() does not write, for an unknown rule or codec, for
-  // options that do not go together, and for a table without parameters, with more than 2^36
-  // elements, with fewer elements, or blocks of vectors, than shards, or of more text than
-  // kMostTableText.
-  static Table parse(std::string_view text);
+  // Throws InvalidArgument for a text that text() does not write, an unknown rule or codec, options
+  // that exclude each other, no parameters, more than 2^36 elements, fewer elements (or blocks of
+  // vectors) than shards, and more text than kMostTableText.
+  static ParameterTable parse(std::string_view text);
   // Throws as parse() does.
   void check() const;
 
-  bool operator==(const Table&) const = default;
+  bool operator==(const ParameterTable&) const = default;
 };
 
 // The longest text that a server accepts, in bytes.
@@ -56,6 +55,6 @@ inline constexpr std::size_t kMostTableText = std::size_t{1} << 24;
 
 // Returns how two tables differ, in one phrase: "parameter 3 is 'fc.weight' (10x5), not 'fc.bias'
 // (10)".
-std::string difference(const Table& theirs, const Table& ours);
+std::string difference(const ParameterTable& theirs, const ParameterTable& ours);
 
 }  // namespace gradwire::serve

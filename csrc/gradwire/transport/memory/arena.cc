@@ -35,7 +35,7 @@ bool is_sealed(int memory, std::size_t bytes) {
 
 }  // namespace
 
-Opened open_shared_memory(const Settings&) {
+OpenedTransport open_shared_memory(const Settings&) {
   const UniqueFd memory = make_memory_file("gradwire-probe");
   if (memory.valid()) return {};
   return {.why_not = system_message("memfd_create is not possible here", errno)};
@@ -48,7 +48,7 @@ struct Arena::Header {
   alignas(kLine) std::atomic<std::uint32_t> wants_room;
 };
 
-Arena::Layout::Layout(const Options& options)
+Arena::ArenaLayout::ArenaLayout(const LinkOptions& options)
     : messages(gradwire::at(options.messages)),
       far_at(sizeof(Header) + messages * kLine),
       entries_at(far_at + gradwire::at(options.size) * kLine),
@@ -56,17 +56,17 @@ Arena::Layout::Layout(const Options& options)
       stride(round_up(options.max_message, kPage) + kPage),  // no prefetch runs into the next cell
       total(data_at + messages * stride) {}
 
-Arena::Arena(UniqueFd memory, const Options& options)
+Arena::Arena(UniqueFd memory, const LinkOptions& options)
     : memory_(std::move(memory)),
       layout_(options),
       base_(map_shared(memory_.get(), layout_.total)) {}
 
 Arena::~Arena() { ::munmap(base_, layout_.total); }
 
-std::shared_ptr<Arena> Arena::create(const Options& options) {
+std::shared_ptr<Arena> Arena::create(const LinkOptions& options) {
   UniqueFd memory = make_memory_file("gradwire");
   if (!memory.valid()) throw Error(system_message("memfd_create", errno));
-  if (::ftruncate(memory.get(), static_cast<off_t>(Layout(options).total)) != 0 ||
+  if (::ftruncate(memory.get(), static_cast<off_t>(ArenaLayout(options).total)) != 0 ||
       ::fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0)
     throw Error(system_message("making a sealed shared arena", errno));
   std::shared_ptr<Arena> arena(new Arena(std::move(memory), options));
@@ -75,8 +75,8 @@ std::shared_ptr<Arena> Arena::create(const Options& options) {
   return arena;
 }
 
-std::shared_ptr<Arena> Arena::map(UniqueFd memory, const LinkId& link, const Options& options) {
-  if (!is_sealed(memory.get(), Layout(options).total))
+std::shared_ptr<Arena> Arena::map(UniqueFd memory, const LinkId& link, const LinkOptions& options) {
+  if (!is_sealed(memory.get(), ArenaLayout(options).total))
     throw_transport_error(link, "the peer's memory is not sealed or has another size");
   std::shared_ptr<Arena> arena(new Arena(std::move(memory), options));
   const Header& header = arena->at<Header>(0);

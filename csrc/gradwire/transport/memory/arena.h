@@ -6,9 +6,8 @@
 // zero for none; and room for a message so small that it needs no cell and is sent with its
 // descriptor. No index is shared.
 //
-// Waking is Dekker's handshake with sequentially consistent operations, no fences: the owner
-// announces that it will sleep and looks once more; the others write and then look whether it
-// sleeps.
+// Waking follows Dekker's algorithm, by sequentially consistent operations: the owner announces
+// that it will sleep, then looks once more; the others write, then look whether it sleeps.
 #pragma once
 
 #include <atomic>
@@ -21,9 +20,9 @@
 
 namespace gradwire::transport {
 
-// Finds out whether this machine has memory to share.
-Opened open_shared_memory(const Settings& settings);
-// What links over shared memory cost in the built-in cost model.
+// Probes whether this machine has memory to share.
+OpenedTransport open_shared_memory(const Settings& settings);
+// The built-in cost model's costs of links over shared memory.
 inline constexpr LinkCost kMemoryCost{1.5e-7, 2e-7, 0, 0};
 
 // The largest message that is stored in the entry itself, and needs no cell.
@@ -48,25 +47,27 @@ class Arena {
  public:
   // Makes an arena in fresh shared memory, sealed against resizing: a peer that truncates it would
   // make others fail with SIGBUS.
-  static std::shared_ptr<Arena> create(const Options& options);
+  static std::shared_ptr<Arena> create(const LinkOptions& options);
   // Maps the peer's arena. Throws TransportError where the descriptor is not what the peer's
   // create() makes.
-  static std::shared_ptr<Arena> map(UniqueFd memory, const LinkId& link, const Options& options);
+  static std::shared_ptr<Arena> map(UniqueFd memory, const LinkId& link,
+                                    const LinkOptions& options);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Of the memory, until it is closed: mapped it stays.
+  // The memory's descriptor; the mapping stays when it is closed.
   int descriptor() const noexcept { return memory_.get(); }
   void close_descriptor() noexcept { memory_.reset(); }
 
-  // Set by the owner before it sleeps; whoever changes what it waits for clears it and wakes it.
+  // The owner sets it before it sleeps; a peer that changes what the owner waits for clears it and
+  // wakes the owner.
   std::atomic<std::uint32_t>& sleeping() noexcept;
-  // Set by the owner when it found no room for a message; only then is a release worth a wake-up.
+  // The owner sets it when it finds no room for a message: only then do readers wake it on release.
   std::atomic<std::uint32_t>& wants_room() noexcept;
   // The number of readers that still need the cell.
   std::atomic<std::uint32_t>& readers(std::size_t cell) noexcept;
-  // Not zero where the reader finds that the owner is far away (transport/memory/distance.h).
+  // The reader sets it where the owner is far away (transport/memory/distance.h).
   std::atomic<std::uint32_t>& far(Rank reader) noexcept;
   // The reader's queue, a ring of `messages` entries.
   std::atomic<std::uint64_t>& entry(Rank reader, std::size_t position) noexcept;
@@ -76,16 +77,16 @@ class Arena {
 
  private:
   struct Header;
-  struct Layout {
-    explicit Layout(const Options& options);
+  struct ArenaLayout {
+    explicit ArenaLayout(const LinkOptions& options);
     std::size_t messages, far_at, entries_at, data_at, stride, total;  // bytes, except `messages`
   };
-  Arena(UniqueFd memory, const Options& options);
+  Arena(UniqueFd memory, const LinkOptions& options);
   template <typename Value>
   Value& at(std::size_t offset) const noexcept;
 
   UniqueFd memory_;
-  Layout layout_;
+  ArenaLayout layout_;
   std::byte* base_;
 };
 

@@ -12,12 +12,12 @@
 
 namespace gradwire::transport {
 
-ArenaTransport::ArenaTransport(std::string_view name, const Options& options,
+ArenaTransport::ArenaTransport(std::string_view name, const LinkOptions& options,
                                ArenaExchange exchange)
     : StagedTransport(name, options, /*has_doorbell=*/options.bells == nullptr),
       exchange_(exchange),
       messages_(at(options.messages)),
-      share_(std::min(messages_, at(options.messages_per_peer))),
+      unread_limit_(std::min(messages_, at(options.messages_per_peer))),
       own_(Arena::create(options)),
       links_(at(options.size)) {}
 
@@ -57,13 +57,12 @@ int ArenaTransport::free_cell() noexcept {
 }
 
 void ArenaTransport::limit_unread(int messages) noexcept {
-  const std::size_t share =
-      std::min(messages_, at(std::min(messages, options().messages_per_peer)));
-  if (std::exchange(share_, share) == share) return;
+  const std::size_t most = std::min(messages_, at(std::min(messages, options().messages_per_peer)));
+  if (std::exchange(unread_limit_, most) == most) return;
   for (ArenaLink& link : links_) link.room = 0;
 }
 
-bool ArenaTransport::has_its_share(Rank peer) {
+bool ArenaTransport::has_most_unread(Rank peer) {
   std::size_t& room = link_to(peer).room;
   if (room == 0) room = look_for_room(peer);
   if (room > 0) return false;
@@ -76,8 +75,8 @@ bool ArenaTransport::has_its_share(Rank peer) {
 // peer reads in order, so one entry that it has read tells of all before it. Looks are rare: each
 // costs a cache line on its way back.
 std::size_t ArenaTransport::look_for_room(Rank peer) noexcept {
-  for (std::size_t room : {share_ / 2 + 1, std::size_t{1}}) {
-    const std::size_t before = link_to(peer).posted + messages_ - share_ + room - 1;
+  for (std::size_t room : {unread_limit_ / 2 + 1, std::size_t{1}}) {
+    const std::size_t before = link_to(peer).posted + messages_ - unread_limit_ + room - 1;
     if (own_->entry(peer, before % messages_).load() == Descriptor::kNone) return room;
   }
   return 0;
@@ -145,8 +144,8 @@ void ArenaTransport::time_line(ArenaLink& link, const std::byte* line) noexcept 
     link.arena->far(options().rank).store(link.lines.far(), std::memory_order_relaxed);
 }
 
-// Releases a message. Even where other readers still need the cell, this makes room: in this
-// reader's share.
+// Even where other readers still need the cell, this makes room: this peer may get one more
+// message.
 void ArenaTransport::consume(Rank peer) {
   ArenaLink& link = link_to(peer);
   link.arena->entry(options().rank, link.consumed).store(Descriptor::kNone);
@@ -155,8 +154,8 @@ void ArenaTransport::consume(Rank peer) {
   if (link.arena->wants_room().load() != 0) wake(peer);
 }
 
-// Wakes the owner of the link's arena. A bell that can't be rung has rung already, or its owner is
-// gone; disarm() finds the latter.
+// Wakes the owner of the link's arena. A full socket has woken it already; a closed one is noticed
+// by disarm().
 void ArenaTransport::wake(Rank peer) noexcept {
   auto& sleeping = link_to(peer).arena->sleeping();
   if (sleeping.load() == 0 || sleeping.exchange(0) == 0) return;
@@ -166,7 +165,7 @@ void ArenaTransport::wake(Rank peer) noexcept {
       ::send(connection(peer).socket.get(), &ring, sizeof ring, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// Forgets that this rank waits for room: the caller's last look, after this, finds out again.
+// Clears wants_room: the caller's last look, which follows, sets it again where needed.
 void ArenaTransport::arm() {
   if (std::exchange(starved_, false)) own_->wants_room().store(0);
   own_->sleeping().store(1);
@@ -186,7 +185,7 @@ void ArenaTransport::end(Rank peer) noexcept {
   if (options().bells != nullptr && link_to(peer).arena) drop_unread(peer);
 }
 
-// Frees the cells that the peer has not read: nobody will read them.
+// Frees the cells that a peer which has ended did not read.
 void ArenaTransport::drop_unread(Rank peer) noexcept {
   mark_gone(peer, "the peer closed it or died");
   for (std::size_t position = 0; position < messages_; ++position) {

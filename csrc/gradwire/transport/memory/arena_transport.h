@@ -1,4 +1,4 @@
-// The transport over shared memory, in whatever way the arenas are shared: shm and inproc.
+// The transport over shared memory: shm and inproc, which differ in how ranks share their arenas.
 #pragma once
 
 #include <array>
@@ -14,12 +14,12 @@ struct ArenaExchange {
   // Does not block; null where take() also gives.
   void (*give)(int socket, const Arena& own, const LinkId& link);
   std::shared_ptr<Arena> (*take)(int socket, const std::shared_ptr<Arena>& own, const LinkId& link,
-                                 const Options& options, const WaitLimit& wait_limit);
+                                 const LinkOptions& options, const WaitLimit& wait_limit);
 };
 
 class ArenaTransport final : public StagedTransport {
  public:
-  ArenaTransport(std::string_view name, const Options& options, ArenaExchange exchange);
+  ArenaTransport(std::string_view name, const LinkOptions& options, ArenaExchange exchange);
 
   void close_offers() noexcept override { own_->close_descriptor(); }
   void end(Rank peer) noexcept override;
@@ -29,8 +29,8 @@ class ArenaTransport final : public StagedTransport {
   void disarm() override;
 
  private:
-  // Its socket rings the peer's bell and this rank's; its end tells that the peer has ended. There
-  // is none where the Options have bells.
+  // Both ends wake each other through the socket, whose end means that the peer has ended. There is
+  // none where the LinkOptions have bells.
   struct ArenaLink {
     std::shared_ptr<Arena> arena;
     std::size_t posted = 0;    // where our next descriptor goes in the peer's queue of our arena
@@ -43,7 +43,7 @@ class ArenaTransport final : public StagedTransport {
 
   void introduce(const Stream& to, Rank peer) override;
   void connect(Rank peer, const WaitLimit& wait_limit) override;
-  bool has_its_share(Rank peer) override;
+  bool has_most_unread(Rank peer) override;
   int find_room(std::span<const Rank> peers, std::size_t bytes) override;
   std::byte* staging(int cell) noexcept override;
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
@@ -63,7 +63,7 @@ class ArenaTransport final : public StagedTransport {
 
   ArenaExchange exchange_;
   std::size_t messages_;
-  std::size_t share_;  // of these, unread by one peer
+  std::size_t unread_limit_;  // of these, unread by one peer
   std::shared_ptr<Arena> own_;
   std::vector<ArenaLink> links_;
   bool starved_ = false;

@@ -1,10 +1,7 @@
-// Measures how far away a peer's cache is: how long a line that the peer wrote last takes to come
-// from it.
-//
-// Two cores share a cache, or the line has to travel between two parts of a machine. Which of these
-// holds can change while ranks run, since schedulers and hypervisors move them. So it is measured
-// all the time, in passing: a reader times its first look at a message, whose first line the sender
-// wrote last.
+// Measures how far away a peer's cache is: how long a cache line that the peer wrote last takes to
+// arrive. Two cores may share a cache, or be in two parts of a machine, and schedulers and
+// hypervisors move ranks while they run. So a reader keeps timing its first access to a message,
+// whose first line the sender wrote last.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +12,9 @@
 
 namespace gradwire::transport {
 
-// Decides whether a peer is far by its share of slow lines: lines of a near peer are slow now and
-// then, by an interrupt or a page walk, and lines of a far one fast where they had left the peer's
-// cache or were prefetched.
+// Decides whether a peer is far, by the fraction of slow lines: an interrupt or a page walk slows
+// some lines of a near peer, and lines of a far one are fast where they had left its cache or were
+// prefetched.
 class LineTimes {
  public:
   // Adds a time. Returns whether that changes far().
@@ -38,8 +35,7 @@ class LineTimes {
   bool far_ = false;
 };
 
-// Times the first access to a line. It is not usable where the clock is too coarse or takes too
-// long.
+// Times the first access to a line. Not usable where the clock is too coarse or too slow.
 class LineClock {
  public:
   LineClock() noexcept {

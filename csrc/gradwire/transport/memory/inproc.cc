@@ -23,7 +23,7 @@ void require_same_process(int socket, const LinkId& link) {
 
 // Sends and receives in one step: a pointer that nobody receives would keep its arena for ever.
 std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& own,
-                                     const LinkId& link, const Options&,
+                                     const LinkId& link, const LinkOptions&,
                                      const WaitLimit& wait_limit) {
   require_same_process(socket, link);
   auto mine = std::make_unique<std::shared_ptr<Arena>>(own);
@@ -36,12 +36,12 @@ std::shared_ptr<Arena> swap_pointers(int socket, const std::shared_ptr<Arena>& o
 
 }  // namespace
 
-extern constinit const Kind inproc_kind{
+extern constinit const TransportKind inproc_kind{
     .name = "inproc",
     .reach = Reach::kProcess,
     .sockets = Sockets::kUnix,
     .by_default = false,
-    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+    .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<ArenaTransport>("inproc", options,
                                               ArenaExchange{nullptr, swap_pointers});
     },

@@ -75,18 +75,18 @@ UniqueFd receive_descriptor(int socket, const LinkId& link, const WaitLimit& wai
 }
 
 std::shared_ptr<Arena> take_descriptor(int socket, const std::shared_ptr<Arena>&,
-                                       const LinkId& link, const Options& options,
+                                       const LinkId& link, const LinkOptions& options,
                                        const WaitLimit& wait_limit) {
   return Arena::map(receive_descriptor(socket, link, wait_limit), link, options);
 }
 
 }  // namespace
 
-extern constinit const Kind shm_kind{
+extern constinit const TransportKind shm_kind{
     .name = "shm",
     .reach = Reach::kHost,
     .sockets = Sockets::kUnix,
-    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+    .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<ArenaTransport>("shm", options,
                                               ArenaExchange{give_descriptor, take_descriptor});
     },

@@ -112,7 +112,7 @@ bool QueuePair::post(const Write& write) noexcept {
   request.remote_addr = write.to;
   request.rkey = write.to_key;
   if (write.bytes <= most_inline_) request.send_flags |= ibv::kSendInline;
-  if (write.tells) request.send_flags |= ibv::kSendSignaled;
+  if (write.signaled) request.send_flags |= ibv::kSendSignaled;
   ibv::SendWr* bad = nullptr;
   return succeeded(qp_->context->ops.post_send(qp_.get(), &request, &bad));
 }

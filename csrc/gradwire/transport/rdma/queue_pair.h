@@ -1,5 +1,5 @@
-// QueuePair: one end of a reliable RDMA connection. It writes into the peer's memory, in order, and
-// each write may carry 32 bits that take one receive request at the other end.
+// QueuePair: one end of a reliable RDMA connection. It writes into the peer's memory, in order.
+// Each write carries 32 bits of immediate data, which consume one receive request at the other end.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class QueuePair {
   // bits.
   void connect(std::uint32_t number, std::uint32_t first_packet, const RdmaAddress& address,
                std::uint32_t own_first_packet);
-  // Aborts everything under way; nothing can be posted afterwards.
+  // Aborts all writes under way. Nothing can be posted afterwards.
   void break_off() noexcept;
 
   struct Write {
@@ -32,8 +32,8 @@ class QueuePair {
     std::uint32_t key = 0;    // of the registered memory `from`
     std::uint64_t to = 0;
     std::uint32_t to_key = 0;
-    std::uint32_t word = 0;  // for the receiver
-    bool tells = false;      // whether to ask for a completion
+    std::uint32_t word = 0;  // the immediate data
+    bool signaled = false;   // whether to ask for a completion
   };
   // Returns false, with errno set, where the device refuses it.
   bool post(const Write& write) noexcept;

@@ -1,8 +1,8 @@
 // rdma: one reliable connection per peer (libibverbs). A message is an RDMA write with immediate
-// from a staging cell into a slot of the peer's ring. Its immediate word (Word) has its length, and
-// how many of the peer's messages were read so far, whose slots are free again. A reader that has
-// nothing to send reports this by an empty write when half its ring is free. Cells and rings are in
-// one slab, which is registered when the first link is made and never again.
+// data, from a staging cell into a slot of the peer's ring. Its immediate word (Word) has its
+// length, and how many of the peer's messages were read so far, whose slots are free again. A
+// reader that has nothing to send reports this by an empty write when half its ring is free. Cells
+// and rings are in one slab, which is registered when the first link is made and never again.
 //
 // A short message is sent inline, which frees its cell at once, and only some of these writes ask
 // for a completion. Every other write asks for one, which tells when its cell is free. The
@@ -30,7 +30,7 @@ namespace {
 constexpr std::size_t kMostSlots = 8;       // of a ring
 constexpr std::size_t kRings = 32UL << 20;  // bytes of all rings, unless two slots each need more
 constexpr std::uint32_t kRequests = 64;     // writes under way to one peer
-constexpr std::uint32_t kQuiet = 16;        // inline writes without a completion
+constexpr std::uint32_t kUnsignaled = 16;   // inline writes without a completion
 constexpr std::size_t kWords = 4;           // empty writes that a peer may have under way
 constexpr std::uint64_t kReceive = 1ULL << 63;  // set in the id of a receive request
 constexpr double kGreetingSeconds = 20;
@@ -41,22 +41,24 @@ constexpr double kLingerSeconds = 1;
 struct Word {
   static constexpr std::uint32_t kLength = (1U << 27) - 1;
   static constexpr std::uint32_t kCounts = 16;  // more than there can be slots
-  static constexpr std::uint32_t kAlone = 1U << 31;
+  static constexpr std::uint32_t kNoMessage = 1U << 31;
 
   std::uint32_t bytes = 0;
   std::uint32_t read = 0;  // modulo kCounts
-  bool alone = false;
+  bool no_message = false;
 
-  std::uint32_t packed() const { return bytes | read % kCounts << 27 | (alone ? kAlone : 0); }
+  std::uint32_t packed() const {
+    return bytes | read % kCounts << 27 | (no_message ? kNoMessage : 0);
+  }
   static Word unpack(std::uint32_t word) {
-    return {word & kLength, word >> 27 & (kCounts - 1), (word & kAlone) != 0};
+    return {word & kLength, word >> 27 & (kCounts - 1), (word & kNoMessage) != 0};
   }
 };
 static_assert(kMostSlots < Word::kCounts);
 
 class RdmaTransport final : public QueuedTransport {
  public:
-  explicit RdmaTransport(const Options& options);
+  explicit RdmaTransport(const LinkOptions& options);
   ~RdmaTransport() override { linger(); }
 
   void arm() override;
@@ -66,7 +68,7 @@ class RdmaTransport final : public QueuedTransport {
   struct RdmaLink {
     Rail* rail = nullptr;
     std::unique_ptr<QueuePair> queue_pair;
-    RdmaEnd far;
+    RdmaEnd remote;
     // Messages sent to the peer, and how many of these it has read, as it reported last.
     std::uint32_t sent = 0;
     std::uint32_t read = 0;
@@ -74,7 +76,7 @@ class RdmaTransport final : public QueuedTransport {
     // last one that asked for a completion.
     std::uint32_t posted = 0;
     std::uint32_t done = 0;
-    std::uint32_t quiet = 0;
+    std::uint32_t unsignaled = 0;
     std::array<int, kRequests> cells{};  // that each write reads
     // Messages that arrived here; how many of these were released; and how many of these the peer
     // knows of.
@@ -82,7 +84,7 @@ class RdmaTransport final : public QueuedTransport {
     std::array<std::uint32_t, kMostSlots> lengths{};
     std::uint32_t arrived = 0;
     std::uint32_t released = 0;
-    std::uint32_t told = 0;
+    std::uint32_t reported = 0;
     bool greeted = false;
     bool lost = false;
   };
@@ -110,9 +112,9 @@ class RdmaTransport final : public QueuedTransport {
   std::size_t with_device(const RdmaLink& link) const noexcept { return link.posted - link.done; }
   void push_out(Rank peer) override;
   void push_on(Rank) override { poll(); }
-  bool write(Rank peer, int cell, bool tells);
-  void tell_released(Rank peer);
-  void lose(Rank peer, const std::string& reason);
+  bool write(Rank peer, int cell, bool signaled);
+  void report_released(Rank peer);
+  void give_up(Rank peer, const std::string& reason);
   void linger() noexcept;
 
   std::shared_ptr<RdmaDevices> devices_;
@@ -123,7 +125,7 @@ class RdmaTransport final : public QueuedTransport {
   std::vector<RdmaLink> links_;
 };
 
-std::shared_ptr<RdmaDevices> devices_of(const Options& options) {
+std::shared_ptr<RdmaDevices> devices_of(const LinkOptions& options) {
   auto devices = std::dynamic_pointer_cast<RdmaDevices>(options.context);
   if (!devices) throw InvalidArgument("an rdma link needs the context of transport rdma");
   return devices;
@@ -144,7 +146,7 @@ std::uint32_t random_packet_number() {
   return random() & 0xffffffU;
 }
 
-RdmaTransport::RdmaTransport(const Options& options)
+RdmaTransport::RdmaTransport(const LinkOptions& options)
     : QueuedTransport("rdma", options),
       devices_(devices_of(options)),
       slot_bytes_((options.max_message + kLine - 1) / kLine * kLine),
@@ -201,14 +203,14 @@ void RdmaTransport::agree(Rank peer, const WaitLimit& wait_limit) {
     mine = make_end(peer, at(port), at(peer_port));
     send_value(with, mine, id);
   }
-  RdmaEnd& far = link_to(peer).far = receive_end(with, id, wait_limit);
-  if (far.port >= theirs.size() || far.peer_port >= ours.size())
+  RdmaEnd& remote = link_to(peer).remote = receive_end(with, id, wait_limit);
+  if (remote.port >= theirs.size() || remote.peer_port >= ours.size())
     throw_transport_error(id, "the other end chose an RDMA port that there is not");
   if (!lower) {
-    mine = make_end(peer, far.peer_port, far.port);
+    mine = make_end(peer, remote.peer_port, remote.port);
     send_value(with, mine, id);
   }
-  link_to(peer).queue_pair->connect(far.number, far.first_packet, theirs[far.port],
+  link_to(peer).queue_pair->connect(remote.number, remote.first_packet, theirs[remote.port],
                                     mine.first_packet);
 }
 
@@ -277,22 +279,22 @@ void RdmaTransport::post(int cell, std::size_t bytes, std::span<const Rank> peer
 // Sends as much as the peer's ring and the device have room for.
 void RdmaTransport::push_out(Rank peer) {
   RdmaLink& link = link_to(peer);
-  while (!link.lost && !is_flushed(peer) && link.sent - link.read < link.far.slots &&
+  while (!link.lost && !is_flushed(peer) && link.sent - link.read < link.remote.slots &&
          with_device(link) < kRequests) {
     const int cell = outbox(peer).front();
     const auto bytes = cell_at(cell).bytes;
-    const bool by_value = bytes <= link.queue_pair->most_inline();
-    if (!write(peer, cell, !by_value)) return;
+    const bool inlined = bytes <= link.queue_pair->most_inline();
+    if (!write(peer, cell, !inlined)) return;
     outbox(peer).pop();
     ++link.sent;
-    if (!by_value) continue;
+    if (!inlined) continue;
     link.cells[(link.posted - 1) % kRequests] = kNoCell;
     release_cell(cell);
   }
 }
 
-// Writes a cell into the peer's next slot, or only a word. `tells`: asks for a completion.
-bool RdmaTransport::write(Rank peer, int cell, bool tells) {
+// Writes a cell into the peer's next slot, or only a word. `signaled`: asks for a completion.
+bool RdmaTransport::write(Rank peer, int cell, bool signaled) {
   RdmaLink& link = link_to(peer);
   QueuePair::Write next;
   next.id = request_id(peer, link.posted);
@@ -300,18 +302,18 @@ bool RdmaTransport::write(Rank peer, int cell, bool tells) {
     next.from = staging(cell);
     next.bytes = static_cast<std::uint32_t>(cell_at(cell).bytes);
     next.key = link.rail->memory().lkey;
-    next.to = link.far.ring + link.sent % link.far.slots * slot_bytes_;
-    next.to_key = link.far.key;
+    next.to = link.remote.ring + link.sent % link.remote.slots * slot_bytes_;
+    next.to_key = link.remote.key;
   }
   next.word = Word{next.bytes, link.released, cell == kNoCell}.packed();
-  next.tells = tells || ++link.quiet >= kQuiet;
-  if (next.tells) link.quiet = 0;
+  next.signaled = signaled || ++link.unsignaled >= kUnsignaled;
+  if (next.signaled) link.unsignaled = 0;
   if (!link.queue_pair->post(next)) {
-    lose(peer, system_message("the device refused a write", errno));
+    give_up(peer, system_message("the device refused a write", errno));
     return false;
   }
   link.cells[link.posted++ % kRequests] = cell;
-  link.told = link.released;
+  link.reported = link.released;
   return true;
 }
 
@@ -337,31 +339,32 @@ void RdmaTransport::handle(const ibv::Wc& found) {
   if (found.status != ibv::kWcSuccess) {
     const std::string what = devices_->verbs().wc_status_str(found.status);
     const bool silent = found.status == ibv::kWcRetryExceeded;
-    return lose(peer, "the connection broke: " + what +
-                          (silent ? " (its process or its host died, or the network is cut)" : ""));
+    return give_up(peer,
+                   "the connection broke: " + what +
+                       (silent ? " (its process or its host died, or the network is cut)" : ""));
   }
   if (received) {
     take(peer, Word::unpack(ntohl(found.imm_data)));
     if (!link.lost && !link.queue_pair->post_receive(found.wr_id))
-      lose(peer, system_message("the device refused to receive", errno));
+      give_up(peer, system_message("the device refused to receive", errno));
   } else {
     retire(link, number);
   }
   push_out(peer);
-  tell_released(peer);
+  report_released(peer);
 }
 
 void RdmaTransport::take(Rank peer, const Word& word) {
   RdmaLink& link = link_to(peer);
   const std::uint32_t more = (word.read - link.read) % Word::kCounts;
   if (more > link.sent - link.read)
-    return lose(peer, "the peer said that it read more messages than were sent");
+    return give_up(peer, "the peer said that it read more messages than were sent");
   link.read += more;
   link.greeted = true;
-  if (word.alone) return;
+  if (word.no_message) return;
   if (word.bytes > max_message() || link.arrived - link.released >= slots_)
-    return lose(peer,
-                "impossible message of " + std::to_string(word.bytes) + " bytes, or out of turn");
+    return give_up(
+        peer, "impossible message of " + std::to_string(word.bytes) + " bytes, or out of turn");
   link.lengths[link.arrived++ % slots_] = word.bytes;
 }
 
@@ -385,12 +388,13 @@ std::optional<ConstBytes> RdmaTransport::arrived(Rank peer) {
 
 void RdmaTransport::consume(Rank peer) {
   ++link_to(peer).released;
-  tell_released(peer);
+  report_released(peer);
 }
 
-void RdmaTransport::tell_released(Rank peer) {
+void RdmaTransport::report_released(Rank peer) {
   RdmaLink& link = link_to(peer);
-  if (link.lost || link.released - link.told < slots_ / 2 || with_device(link) == kRequests) return;
+  if (link.lost || link.released - link.reported < slots_ / 2 || with_device(link) == kRequests)
+    return;
   write(peer, kNoCell, false);
 }
 
@@ -403,18 +407,18 @@ void RdmaTransport::arm() {
 
 void RdmaTransport::disarm() {
   for (const auto& rail : rails_)
-    if (rail) rail->hush();
+    if (rail) rail->disarm();
   answer_bells();
 }
 
 // Whatever the peer wrote before its end is here by now, and so are its completions.
 void RdmaTransport::disconnected(Rank peer) {
   poll();
-  lose(peer, "the peer closed it or died");
+  give_up(peer, "the peer closed it or died");
 }
 
 // Gives the peer up: nothing is posted to it again. Messages that had arrived can still be read.
-void RdmaTransport::lose(Rank peer, const std::string& reason) {
+void RdmaTransport::give_up(Rank peer, const std::string& reason) {
   RdmaLink& link = link_to(peer);
   if (std::exchange(link.lost, true)) return;
   if (link.queue_pair) link.queue_pair->break_off();
@@ -435,7 +439,8 @@ void RdmaTransport::linger() noexcept try {
   for (Rank peer = 0; peer < options().size; ++peer) {
     RdmaLink& link = link_to(peer);
     outbox(peer) = CellQueue();
-    if (!link.lost && link.quiet > 0 && with_device(link) < kRequests) write(peer, kNoCell, true);
+    if (!link.lost && link.unsignaled > 0 && with_device(link) < kRequests)
+      write(peer, kNoCell, true);
   }
   const auto all_over = [&] {
     return std::ranges::all_of(links_,
@@ -451,7 +456,7 @@ void RdmaTransport::linger() noexcept try {
 } catch (const Error&) {  // the device failed: nothing more will be sent
 }
 
-Opened open_rdma(const Settings& given) {
+OpenedTransport open_rdma(const Settings& given) {
   const RdmaSettings settings = read_rdma_settings(given);
   try {
     return {.context = std::make_shared<RdmaDevices>(settings)};
@@ -465,10 +470,10 @@ Opened open_rdma(const Settings& given) {
 // Not measured: what vendors state for a NIC of 100 Gbit/s.
 constexpr LinkCost kRdmaCost{4e-7, 2e-6, 1e-10, 0};
 
-extern constinit const Kind rdma_kind{
+extern constinit const TransportKind rdma_kind{
     .name = "rdma",
     .reach = Reach::kNetwork,
-    .make = [](const Options& options) -> std::unique_ptr<Transport> {
+    .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<RdmaTransport>(options);
     },
     .open = open_rdma,

@@ -1,4 +1,5 @@
-// How RDMA ports are named and reached: GIDs as text, the networks they are on, NCCL's pattern.
+// RDMA addresses (GIDs) as text, the networks that they are on, and NCCL's pattern for device
+// names.
 #pragma once
 
 #include <string>

@@ -118,7 +118,7 @@ void RdmaDevices::open(ibv::Device* device) {
   if (ports_.size() == before) opened_.pop_back();
 }
 
-void RdmaDevices::add_ports(const std::string& device, const Opened& opened) {
+void RdmaDevices::add_ports(const std::string& device, const OpenedDevice& opened) {
   ibv::DeviceAttr device_found{};
   if (const int error = verbs_.query_device(opened.context.get(), &device_found); error != 0)
     return leave_out(device, system_message("ibv_query_device", error));

@@ -1,7 +1,6 @@
 // RdmaDevices: the open RDMA ports of this host that a rank may use, each with the address (GID) by
-// which it is reached. All communicators of a process share them.
-//
-// Any thread may use it. In a fork of the process that made it, it must not be used.
+// which it is reached. All communicators of a process share them. Any thread may use it, but no
+// fork of the process that made it.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +16,14 @@
 
 namespace gradwire::transport {
 
-// One port of one device, as others need to know it to reach it.
+// How one port of one device is reached.
 struct RdmaAddress {
   ibv::Gid gid{};
   std::uint16_t lid = 0;
   std::uint8_t link_layer = ibv::kLinkUnspecified;
   std::uint8_t mtu = ibv::kMtu1024;  // ibv::Mtu
-  // Ports that name the same network reach each other: "ethernet 10.0.0.0/24" of RoCE v2,
-  // "infiniband fe80000000000000". Empty where the address does not identify a network, as a
-  // link-local one.
+  // Ports on the same network reach each other: "ethernet 10.0.0.0/24" for RoCE v2,
+  // "infiniband fe80000000000000". Empty where the address identifies no network (link-local).
   std::string network{};
 
   bool operator==(const RdmaAddress&) const = default;
@@ -48,10 +46,10 @@ struct RdmaPort {
 // The most ports that a rank announces.
 inline constexpr std::size_t kMostRdmaPorts = 16;
 
-class RdmaDevices final : public Context {
+class RdmaDevices final : public TransportContext {
  public:
-  // Opens the ports. Throws InvalidArgument with what is missing (library, kernel, device,
-  // permission, port, GID, lockable memory) and the remedy.
+  // Opens the ports. Throws InvalidArgument, which says what is missing (library, kernel, device,
+  // permission, port, GID, lockable memory) and how to mend it.
   explicit RdmaDevices(RdmaSettings settings);
   RdmaDevices(const RdmaDevices&) = delete;
   RdmaDevices& operator=(const RdmaDevices&) = delete;
@@ -64,12 +62,12 @@ class RdmaDevices final : public Context {
   const std::vector<RdmaPort>& ports() const noexcept { return ports_; }  // at least one
 
  private:
-  struct Opened {
+  struct OpenedDevice {
     Owned<ibv::Context> context;
     Owned<ibv::Pd> pd;
   };
   void open(ibv::Device* device);
-  void add_ports(const std::string& device, const Opened& opened);
+  void add_ports(const std::string& device, const OpenedDevice& opened);
   void add_port(RdmaPort port, const ibv::PortAttr& found);
   std::vector<ibv::GidEntry> choose_gids(const RdmaPort& port, int count) const;
   void require_lockable_memory();
@@ -77,7 +75,7 @@ class RdmaDevices final : public Context {
 
   RdmaSettings settings_;
   const Verbs& verbs_;
-  std::vector<Opened> opened_;
+  std::vector<OpenedDevice> opened_;
   std::vector<RdmaPort> ports_;
   std::string left_out_;  // devices and ports that are not used, and why
 };

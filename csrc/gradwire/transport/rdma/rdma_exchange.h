@@ -1,6 +1,6 @@
-// The exchange of two ranks over their authenticated socket to make an RDMA link. First each sends
-// the ports at which it can be reached; then, for the pair of ports that the lower rank has chosen,
-// each sends the queue pair and the ring of memory that the other end writes into.
+// What two ranks exchange over their authenticated socket to make an RDMA link. First each sends
+// its ports. Then the lower rank chooses a pair of ports, and each end sends its queue pair, and
+// the ring of memory that the other end is to write into.
 #pragma once
 
 #include <cstdint>

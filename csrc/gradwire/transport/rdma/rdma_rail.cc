@@ -63,12 +63,12 @@ std::size_t Rail::poll(std::span<ibv::Wc> found) const {
 }
 
 void Rail::arm() {
-  hush();
+  disarm();
   const int error = cq_->context->ops.req_notify_cq(cq_.get(), 0);
   if (error != 0) fail(port_, "ibv_req_notify_cq", error);
 }
 
-void Rail::hush() {
+void Rail::disarm() {
   ibv::Cq* rung = nullptr;
   void* context = nullptr;
   while (verbs_.get_cq_event(channel_.get(), &rung, &context) == 0) verbs_.ack_cq_events(rung, 1);

@@ -1,4 +1,4 @@
-// An RDMA transport's resources on one port: its registered memory, and the completion queue.
+// Rail: an RDMA transport's resources on one port, its registered memory and completion queue.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +12,8 @@
 
 namespace gradwire::transport {
 
-// Memory that a fork does not copy: the device and this process must go on using the same pages.
+// Anonymous memory that a fork does not copy, so that the device and this process keep sharing its
+// pages.
 class Slab {
  public:
   explicit Slab(std::size_t bytes);
@@ -34,21 +35,23 @@ class Slab {
 
 class Rail {
  public:
-  // `completions`: the most at a time. Throws Error, which names the verb that failed and, where it
-  // is the memory, what to do.
+  // `completions`: capacity of the completion queue. Throws Error, which names the verb that
+  // failed.
   Rail(const RdmaDevices& devices, const RdmaPort& port, const Slab& slab, int completions);
 
   const RdmaPort& port() const noexcept { return port_; }
   ibv::Cq* cq() const noexcept { return cq_.get(); }
   const ibv::Mr& memory() const noexcept { return *memory_; }
 
-  // Gets the next completions, as many as fit. Throws Error where the device fails.
+  // Takes the next completions, as many as fit; returns their number. Throws Error where the device
+  // fails.
   std::size_t poll(std::span<ibv::Wc> found) const;
 
-  // Returns a descriptor that is readable when a completion has come since arm().
+  // Returns a descriptor that is readable when a completion has come since arm(). disarm() clears
+  // it.
   int bell() const noexcept { return channel_->fd; }
   void arm();
-  void hush();
+  void disarm();
 
  private:
   const Verbs& verbs_;

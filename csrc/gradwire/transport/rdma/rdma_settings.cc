@@ -10,9 +10,9 @@ namespace gradwire::transport {
 namespace {
 
 // Reads the given settings one by one.
-class Reader {
+class SettingsReader {
  public:
-  explicit Reader(const Settings& given) : given_(given) {}
+  explicit SettingsReader(const Settings& given) : given_(given) {}
 
   std::string text(std::string_view name) const {
     const auto found = given_.find(name);
@@ -52,7 +52,7 @@ class Reader {
 RdmaSettings read_rdma_settings(const Settings& given) {
   constexpr std::array<std::string_view, 2> kLayers = {"ethernet", "infiniband"};
   constexpr std::array<std::string_view, 5> kMtus = {"256", "512", "1024", "2048", "4096"};
-  const Reader reader(given);
+  const SettingsReader reader(given);
   RdmaSettings settings;
   settings.hca = reader.text("GRADWIRE_IB_HCA");
   settings.link_layer = reader.choice("GRADWIRE_IB_LINK_LAYER", kLayers);

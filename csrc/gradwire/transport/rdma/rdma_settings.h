@@ -1,4 +1,4 @@
-// The RDMA settings of users: GRADWIRE_IB_*.
+// The user's settings for RDMA: the environment variables GRADWIRE_IB_*.
 #pragma once
 
 #include <array>
@@ -21,16 +21,18 @@ struct RdmaSettings {
 };
 
 inline constexpr std::array kRdmaVariables = {
-    Setting{"GRADWIRE_IB_HCA", "RDMA devices, as in NCCL: prefix[:port][,...], =exact, ^excluded",
-            "those that reach the peer"},
-    Setting{"GRADWIRE_IB_LINK_LAYER", "use RDMA ports of one kind: ethernet or infiniband", "both"},
-    Setting{"GRADWIRE_IB_GID_INDEX", "index of the RDMA port's address",
-            "RoCE v2 with an IPv4 address"},
-    Setting{"GRADWIRE_IB_MTU", "bytes of RDMA packets, 256 to 4096", "the port's"},
-    Setting{"GRADWIRE_IB_TC", "traffic class of RDMA packets, 0 to 255", "0"},
-    Setting{"GRADWIRE_IB_SL", "service level of RDMA packets, 0 to 15", "0"},
-    Setting{"GRADWIRE_IB_TIMEOUT",
-            "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times", "18"},
+    EnvironmentVariable{"GRADWIRE_IB_HCA",
+                        "RDMA devices, as in NCCL: prefix[:port][,...], =exact, ^excluded",
+                        "those that reach the peer"},
+    EnvironmentVariable{"GRADWIRE_IB_LINK_LAYER",
+                        "use RDMA ports of one kind: ethernet or infiniband", "both"},
+    EnvironmentVariable{"GRADWIRE_IB_GID_INDEX", "index of the RDMA port's address",
+                        "RoCE v2 with an IPv4 address"},
+    EnvironmentVariable{"GRADWIRE_IB_MTU", "bytes of RDMA packets, 256 to 4096", "the port's"},
+    EnvironmentVariable{"GRADWIRE_IB_TC", "traffic class of RDMA packets, 0 to 255", "0"},
+    EnvironmentVariable{"GRADWIRE_IB_SL", "service level of RDMA packets, 0 to 15", "0"},
+    EnvironmentVariable{"GRADWIRE_IB_TIMEOUT",
+                        "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times", "18"},
 };
 
 // Reads the settings. Throws InvalidArgument, which names the variable, for an impossible value.

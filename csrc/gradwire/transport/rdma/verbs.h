@@ -1,6 +1,6 @@
 // Verbs: the functions of libibverbs, which is loaded at run time, so that one build works with and
-// without it. The functions that a device provides itself (poll_cq, post_send, ...) are called
-// through its context.
+// without it. poll_cq, post_send and the like are no symbols of the library: each device's context
+// has its own.
 #pragma once
 
 #include <cstdint>
@@ -63,8 +63,8 @@ struct Verbs {
   const char* (*wc_status_str)(int status) = find("ibv_wc_status_str");
 };
 
-// Gives a resource back, but not in a fork: there the handle is a copy, the kernel regards the
-// resource as the parent's, and giving it back would take it from the parent.
+// Releases a resource, but not in a fork: there the handle is a copy, and releasing it would take
+// the resource from the parent.
 template <typename Resource>
 class Release {
  public:
