@@ -90,7 +90,7 @@ DLPackArray read_dlpack(const DLTensor& tensor) {
 
 DLPackArray read_dlpack(const DLManagedTensorVersioned& managed) {
   if (managed.major != 1)
-    throw InvalidArgument("DLPack " + std::to_string(managed.major) + " is not known, 1 is");
+    throw InvalidArgument(str_cat("DLPack ", managed.major, " is not known, 1 is"));
   DLPackArray array = read_dlpack(managed.tensor);
   array.writable = (managed.flags & (kReadOnly | kCopied)) == 0;
   return array;

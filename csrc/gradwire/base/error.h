@@ -15,6 +15,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "gradwire/base/types.h"
 
@@ -74,6 +75,20 @@ class Aborted : public PeerError {
                    bool alone = false)
       : PeerError(message, peer, job_peer, alone) {}
 };
+
+// Returns the values one after the other, for messages: text as it is, numbers in decimal.
+template <typename... Values>
+std::string str_cat(const Values&... values) {
+  std::string out;
+  const auto append = [&out](const auto& value) {
+    if constexpr (std::is_arithmetic_v<std::remove_cvref_t<decltype(value)>>)
+      out += std::to_string(value);
+    else
+      out += value;
+  };
+  (append(values), ...);
+  return out;
+}
 
 // Returns "what: strerror(code)", for messages.
 std::string system_message(const std::string& what, int code);

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "gradwire/base/error.h"
+
 namespace gradwire {
 
 Fnv1a& Fnv1a::bytes(const void* data, std::size_t size) noexcept {
@@ -39,8 +41,7 @@ std::string text_of(const std::vector<std::uint64_t>& counts) {
   }
   if (counts.size() <= kMostCountsShown) return text;
   const auto total = std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
-  return std::to_string(total) + " in " + std::to_string(counts.size()) + " parts #" +
-         std::to_string(hash.digest() % 10000);
+  return str_cat(total, " in ", counts.size(), " parts #", hash.digest() % 10000);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ unsigned char* raw(std::byte* bytes) { return reinterpret_cast<unsigned char*>(b
 void require(bool done, const char* what) {
   if (done) return;
   libcrypto().clear_errors();
-  throw Error(std::string("libcrypto failed: ") + what);
+  throw Error(str_cat("libcrypto failed: ", what));
 }
 
 // Never moves what it has: that would leave a copy of keys in memory which nobody wipes.

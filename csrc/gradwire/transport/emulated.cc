@@ -121,8 +121,7 @@ Bytes EmulatedTransport::reserve(std::span<const Rank> peers, std::size_t bytes)
 
 void EmulatedTransport::commit(std::size_t bytes) {
   if (open_.data() == nullptr || bytes > open_.size())
-    throw InvalidArgument("commit() of " + std::to_string(bytes) +
-                          " bytes exceeds the open reservation");
+    throw InvalidArgument(str_cat("commit() of ", bytes, " bytes exceeds the open reservation"));
   const Flight flight = link_->send(bytes, copies_);
   std::memcpy(open_.data() + bytes, &flight, sizeof flight);
   open_ = {};

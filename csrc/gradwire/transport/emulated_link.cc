@@ -32,9 +32,10 @@ constexpr std::size_t kPayload = 1448, kHeaders = 66;
 
 double parse(std::string_view spec, std::string_view text, const Quantity& quantity) {
   const auto refuse = [&](const std::string& why) {
-    throw InvalidArgument("link '" + std::string(spec) + "': " + why +
-                          "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
-                          "second) and a latency one way (us, ms, s)");
+    throw InvalidArgument(
+        str_cat("link '", spec, "': ", why,
+                "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
+                "second) and a latency one way (us, ms, s)"));
   };
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -42,10 +43,10 @@ double parse(std::string_view spec, std::string_view text, const Quantity& quant
   const auto found = std::ranges::find(quantity.units, unit, [](auto& each) { return each.first; });
   const std::string name(quantity.name);
   if (error != std::errc() || found == quantity.units.end())
-    refuse("'" + std::string(text) + "' is no " + name);
+    refuse(str_cat("'", text, "' is no ", name));
   number *= found->second;
   if (!(number >= quantity.least && number <= quantity.most))
-    refuse("the " + name + " is not within " + std::string(quantity.range));
+    refuse(str_cat("the ", name, " is not within ", quantity.range));
   return number;
 }
 

@@ -33,9 +33,8 @@ static_assert(sizeof(Hello) == 48);
 template <typename Value>
 void expect_same(const LinkId& link, const char* what, Value here, Value there) {
   if (here == there) return;
-  throw InvalidArgument(describe(link, std::string(what) + " is " + std::to_string(here) +
-                                           " here and " + std::to_string(there) +
-                                           " there; start all ranks with the same options"));
+  throw InvalidArgument(describe(link, str_cat(what, " is ", here, " here and ", there,
+                                               " there; start all ranks with the same options")));
 }
 
 void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
@@ -44,8 +43,8 @@ void check(const LinkId& link, const Hello& mine, const Hello& theirs) {
   if (theirs.transport != mine.transport)
     throw_transport_error(link, "the other end makes another kind of link");
   if (theirs.from != mine.to || theirs.to != mine.from)
-    throw_transport_error(link, "the other end is rank " + std::to_string(theirs.from) +
-                                    " calling rank " + std::to_string(theirs.to));
+    throw_transport_error(
+        link, str_cat("the other end is rank ", theirs.from, " calling rank ", theirs.to));
   expect_same(link, "size", mine.size, theirs.size);
   expect_same(link, "max_message", mine.max_message, theirs.max_message);
   expect_same(link, "messages", mine.messages, theirs.messages);

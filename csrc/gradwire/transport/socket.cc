@@ -56,8 +56,7 @@ void receive_plain(int socket, Bytes data, const LinkId& link, const WaitLimit& 
 }  // namespace
 
 std::string describe(const LinkId& link, const std::string& what) {
-  return "rank " + std::to_string(link.rank) + ": " + std::string(link.transport) +
-         " link to rank " + std::to_string(link.peer) + ": " + what;
+  return str_cat("rank ", link.rank, ": ", link.transport, " link to rank ", link.peer, ": ", what);
 }
 
 void throw_transport_error(const LinkId& link, const std::string& what) {
@@ -73,9 +72,10 @@ void wait_ready(int socket, short events, const LinkId& link, const WaitLimit& w
   while (::poll(&waiter, 1, wait_limit.turn_milliseconds()) <= 0) {
     wait_limit.check_interrupt();
     if (wait_limit.passed())
-      throw Timeout(describe(link, "timed out without an answer while the link was made; is rank " +
-                                       std::to_string(link.peer) + " alive and at the same call?"),
-                    link.peer);
+      throw Timeout(
+          describe(link, str_cat("timed out without an answer while the link was made; is rank ",
+                                 link.peer, " alive and at the same call?")),
+          link.peer);
   }
 }
 

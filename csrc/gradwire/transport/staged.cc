@@ -103,10 +103,9 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
     throw_if_gone(peer);
   }
   if (bytes > options_.max_message)
-    throw InvalidArgument(describe(link_id(peers.front()),
-                                   "a message of " + std::to_string(bytes) + " bytes exceeds the " +
-                                       std::to_string(options_.max_message) +
-                                       " bytes of max_message"));
+    throw InvalidArgument(
+        describe(link_id(peers.front()), str_cat("a message of ", bytes, " bytes exceeds the ",
+                                                 options_.max_message, " bytes of max_message")));
   open_.cell = kNoCell;
   for (Rank peer : peers)
     if (has_most_unread(peer)) return {};
@@ -119,8 +118,7 @@ Bytes StagedTransport::reserve(std::span<const Rank> peers, std::size_t bytes) {
 
 void StagedTransport::commit(std::size_t bytes) {
   if (open_.cell == kNoCell || bytes > open_.bytes)
-    throw InvalidArgument("commit() of " + std::to_string(bytes) +
-                          " bytes exceeds the open reservation");
+    throw InvalidArgument(str_cat("commit() of ", bytes, " bytes exceeds the open reservation"));
   const int cell = std::exchange(open_.cell, kNoCell);
   for (Rank peer : open_.peers) throw_if_gone(peer);
   post(cell, bytes, open_.peers);

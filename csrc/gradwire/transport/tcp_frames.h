@@ -65,8 +65,8 @@ class Inbox {
     if (size() < sizeof(Prefix)) return std::nullopt;
     const Prefix prefix = front_prefix();
     if (!prefix.valid(max_message_))
-      throw_transport_error(link, "impossible message length " + std::to_string(prefix.length) +
-                                      ", the limit is " + std::to_string(max_message_));
+      throw_transport_error(link, str_cat("impossible message length ", prefix.length,
+                                          ", the limit is ", max_message_));
     if (size() < bytes_on_wire(prefix)) return std::nullopt;
     const Bytes frame(buffer_.data() + begin_, bytes_on_wire(prefix));
     if (seal_ != nullptr && !opens(frame, link)) throw_transport_error(link, crypto::kChanged);

@@ -28,11 +28,10 @@ void check(const LinkOptions& options) {
   const bool count_fits =
       options.messages >= 1 && options.messages <= kMostMessages && options.messages_per_peer >= 1;
   if (rank_fits && message_fits && count_fits) return;
-  throw InvalidArgument("transport options out of range: rank " + std::to_string(options.rank) +
-                        " of " + std::to_string(options.size) + ", max_message " +
-                        std::to_string(options.max_message) + " (1 to 2^30), messages " +
-                        std::to_string(options.messages) + " (1 to 65536), messages_per_peer " +
-                        std::to_string(options.messages_per_peer) + " (1 or more)");
+  throw InvalidArgument(
+      str_cat("transport options out of range: rank ", options.rank, " of ", options.size,
+              ", max_message ", options.max_message, " (1 to 2^30), messages ", options.messages,
+              " (1 to 65536), messages_per_peer ", options.messages_per_peer, " (1 or more)"));
 }
 
 }  // namespace
@@ -53,8 +52,7 @@ std::unique_ptr<Transport> make_transport(std::string_view name, const LinkOptio
   if (options.context) return kind.make(options);
   const OpenedTransport opened = kind.open({});
   if (!opened.usable())
-    throw InvalidArgument("transport " + std::string(name) +
-                          " is not usable here: " + opened.why_not);
+    throw InvalidArgument(str_cat("transport ", name, " is not usable here: ", opened.why_not));
   LinkOptions with_context = options;
   with_context.context = opened.context;
   return kind.make(with_context);

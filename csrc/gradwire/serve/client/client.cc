@@ -40,8 +40,8 @@ Client::Client(ParameterTable table, ClientId id, std::vector<std::unique_ptr<Ch
       versions_(shards.size(), kNoVersion) {
   table_.check();
   if (shards.size() != table_.shards)
-    throw InvalidArgument("there are channels to " + std::to_string(shards.size()) +
-                          " shards, not " + std::to_string(table_.shards));
+    throw InvalidArgument(
+        str_cat("there are channels to ", shards.size(), " shards, not ", table_.shards));
   for (std::size_t i = 0; i < shards.size(); ++i)
     links_.push_back(
         ShardLink{.channel = std::move(shards[i]),
@@ -94,14 +94,14 @@ void Client::close(const WaitLimit& limit) {
 template <typename Arrays>
 void Client::check_sizes(const Arrays& arrays) const {
   if (arrays.size() != table_.parameters.size())
-    throw InvalidArgument("there are " + std::to_string(table_.parameters.size()) +
-                          " parameters, and " + std::to_string(arrays.size()) + " arrays");
+    throw InvalidArgument(str_cat("there are ", table_.parameters.size(), " parameters, and ",
+                                  arrays.size(), " arrays"));
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     const Parameter& parameter = table_.parameters[i];
     if (arrays[i].size() != parameter.elements() * table_.words())
-      throw InvalidArgument("parameter '" + parameter.name + "' has " +
-                            std::to_string(parameter.elements()) + " elements, its array has " +
-                            std::to_string(arrays[i].size() / table_.words()));
+      throw InvalidArgument(str_cat("parameter '", parameter.name, "' has ", parameter.elements(),
+                                    " elements, its array has ",
+                                    arrays[i].size() / table_.words()));
   }
 }
 
@@ -196,11 +196,11 @@ std::shared_ptr<ClientCall> Client::push(const Gradients& gradients, const PushO
   check_sizes(gradients);
   if (!std::isfinite(options.rate)) throw InvalidArgument("push: the rate is not finite");
   if (!options.codecs.empty() && options.codecs.size() != gradients.size())
-    throw InvalidArgument("there are " + std::to_string(gradients.size()) + " parameters, and " +
-                          std::to_string(options.codecs.size()) + " codecs");
+    throw InvalidArgument(str_cat("there are ", gradients.size(), " parameters, and ",
+                                  options.codecs.size(), " codecs"));
   if (!options.versions.empty() && options.versions.size() != links_.size())
-    throw InvalidArgument("there are " + std::to_string(links_.size()) + " shards, and " +
-                          std::to_string(options.versions.size()) + " versions");
+    throw InvalidArgument(str_cat("there are ", links_.size(), " shards, and ",
+                                  options.versions.size(), " versions"));
   auto call = make_call(Op::kPush, deadline);
   prepare_push(*call, gradients, options);
   const bool waits = options.strict || table_.staged();

@@ -60,8 +60,8 @@ void Client::expire() {
         (who += who.empty() ? "" : ", ") += link.channel->peer();
     if (!outgoing_.empty() && outgoing_.front() == call) drop_first_outgoing();
     cut_short(call, std::make_exception_ptr(
-                        Timeout(who + ": no answer to " + std::string(name_of(call->op_)) +
-                                    " in time; is it stopped, or the network slow?",
+                        Timeout(str_cat(who, ": no answer to ", name_of(call->op_),
+                                        " in time; is it stopped, or the network slow?"),
                                 kNoPeer)));
   }
 }

@@ -35,16 +35,14 @@ bool is_for_replicas(Op op) { return op == Op::kSet || op == Op::kPush || op == 
 Server::Server(Options options)
     : options_(std::move(options)), poller_([this](Channel& channel) { return serve(channel); }) {
   if (options_.shard >= options_.shards)
-    throw InvalidArgument("there is no shard " + std::to_string(options_.shard) + " of " +
-                          std::to_string(options_.shards));
+    throw InvalidArgument(str_cat("there is no shard ", options_.shard, " of ", options_.shards));
 }
 
 Server::Server(Options options, Snapshot snapshot) : Server(std::move(options)) {
   const std::uint32_t of = snapshot.shard;
   shard_ = std::make_unique<Shard>(std::move(snapshot), options_.memory);
   if (of == options_.shard && shard_->table().shards == options_.shards) return;
-  throw InvalidArgument("the snapshot is of shard " + std::to_string(of) + " of " +
-                        std::to_string(shard_->table().shards));
+  throw InvalidArgument(str_cat("the snapshot is of shard ", of, " of ", shard_->table().shards));
 }
 
 Server::~Server() { stop(); }
@@ -152,10 +150,10 @@ void Server::replace(const Peer& newer) {
   for (auto& [channel, peer] : peers_) {
     if (identity_of(peer.id) != identity_of(newer.id)) continue;
     if (peer.id < newer.id) {
-      send_goodbye(*channel, std::string("another client has ") + kReplaced);
+      send_goodbye(*channel, str_cat("another client has ", kReplaced));
       channel->end("it has joined anew");
     } else {
-      send_goodbye(*newer.channel, std::string("a later client has ") + kReplaced);
+      send_goodbye(*newer.channel, str_cat("a later client has ", kReplaced));
       newer.channel->end("it is joined already");
     }
     poller_.resume(*channel);

@@ -81,18 +81,17 @@ void Server::refuse_if_too_large(const ParameterTable& table) const {
   const std::uint64_t copies = 1 + make_rule(table.rule).states.size() + pushes;
   const std::uint64_t bytes = elements * table.words() * sizeof(float) * copies;
   if (bytes <= options_.memory) return;
-  throw InvalidArgument("the parameters of shard " + std::to_string(options_.shard) +
-                        ", with the state of their rule and a push, take " + gibibytes(bytes) +
-                        ", and its server may use " + gibibytes(options_.memory) +
-                        ": start more shards, on more hosts");
+  throw InvalidArgument(str_cat("the parameters of shard ", options_.shard,
+                                ", with the state of their rule and a push, take ",
+                                gibibytes(bytes), ", and its server may use ",
+                                gibibytes(options_.memory), ": start more shards, on more hosts"));
 }
 
 void Server::accept_table(Peer& peer, const MessageHeader& header) {
   ParameterTable table = ParameterTable::parse(peer.table);
   if (header.extra != options_.shard || table.shards != options_.shards)
-    throw InvalidArgument("this is shard " + std::to_string(options_.shard) + " of " +
-                          std::to_string(options_.shards) + ", not shard " +
-                          std::to_string(header.extra) + " of " + std::to_string(table.shards));
+    throw InvalidArgument(str_cat("this is shard ", options_.shard, " of ", options_.shards,
+                                  ", not shard ", header.extra, " of ", table.shards));
   if (!shard_) {
     refuse_if_too_large(table);
     shard_ = std::make_unique<Shard>(std::move(table), options_.shard, options_.memory);
@@ -107,7 +106,7 @@ void Server::accept_table(Peer& peer, const MessageHeader& header) {
 // vectors any more.
 void Server::accept_role(Peer& peer, const MessageHeader& header) {
   if (header.first > static_cast<std::uint64_t>(ClientRole::kCoordinator))
-    throw InvalidArgument("there is no role " + std::to_string(header.first) + " of clients");
+    throw InvalidArgument(str_cat("there is no role ", header.first, " of clients"));
   peer.role = static_cast<ClientRole>(header.first);
   if (peer.role != ClientRole::kCoordinator) return;
   for (auto& [channel, other] : peers_) {

@@ -81,8 +81,8 @@ const ShardFrame& Shard::take_frame(OpenRequest& request, const ServeMessage& me
   const bool mixed = header.op == Op::kPush && header.codec == kMixedCodecs;
   if (!begun || (header.codec >= codecs_.size() && !mixed) ||
       !layout_.is_described(request.next, header))
-    throw InvalidArgument(std::string(name_of(header.op)) +
-                          ": a frame is out of order, or has other elements than the next one");
+    throw InvalidArgument(str_cat(
+        name_of(header.op), ": a frame is out of order, or has other elements than the next one"));
   request.sequence = header.sequence;
   return layout_.frames()[request.next++];
 }
@@ -200,9 +200,9 @@ std::string Shard::why_no_room_for(std::size_t words) {
   held += copies_of_values_.size() * layout_.elements();
   if ((held + spare_.size()) * sizeof(float) > memory_) spare_ = {};
   if (held * sizeof(float) <= memory_) return {};
-  return "shard " + std::to_string(index_) + " keeps a copy of its part for each such client, " +
-         gibibytes(held * sizeof(float)) + " with this one, and its server may use " +
-         gibibytes(memory_) + ": start more shards, on more hosts, or fewer clients";
+  return str_cat("shard ", index_, " keeps a copy of its part for each such client, ",
+                 gibibytes(held * sizeof(float)), " with this one, and its server may use ",
+                 gibibytes(memory_), ": start more shards, on more hosts, or fewer clients");
 }
 
 float Shard::rate_of(const OpenRequest& push) const noexcept {

@@ -46,7 +46,7 @@ void Statistics::count_gone(std::string client) {
 
 std::string Statistics::json(std::uint64_t version, const std::vector<std::string>& clients) const {
   const auto field = [](const char* name, std::uint64_t value) {
-    return ", \"" + std::string(name) + "\": " + std::to_string(value);
+    return str_cat(", \"", name, "\": ", value);
   };
   std::uint64_t counted = 0;
   std::size_t bins = 0;

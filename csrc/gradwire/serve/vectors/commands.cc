@@ -58,8 +58,8 @@ class Reader {
     read(items);
     // Each takes a byte or more.
     if (items > rest_.size() || items > most)
-      throw InvalidArgument("it has " + std::to_string(items) + " items in a list, and at most " +
-                            std::to_string(most) + " are allowed");
+      throw InvalidArgument(
+          str_cat("it has ", items, " items in a list, and at most ", most, " are allowed"));
     return items;
   }
   void end() const {
@@ -132,7 +132,7 @@ Command read_command(Reader& reader, std::uint8_t kind, std::index_sequence<Kind
     return true;
   };
   if (!(take(std::integral_constant<std::size_t, Kinds>()) || ...))
-    throw InvalidArgument("there is no command " + std::to_string(kind));
+    throw InvalidArgument(str_cat("there is no command ", kind));
   return read;
 }
 
@@ -141,8 +141,8 @@ Command read_command(Reader& reader, std::uint8_t kind, std::index_sequence<Kind
 void check_vector_name(std::string_view name) {
   const auto printable = [](char c) { return c >= ' ' && c <= '~'; };
   if (name.empty() || name.size() > kMostVectorName || !std::ranges::all_of(name, printable))
-    throw InvalidArgument("a vector's name has 1 to " + std::to_string(kMostVectorName) +
-                          " printable ASCII characters");
+    throw InvalidArgument(
+        str_cat("a vector's name has 1 to ", kMostVectorName, " printable ASCII characters"));
 }
 
 bool changes_vectors(const Command& command) noexcept {

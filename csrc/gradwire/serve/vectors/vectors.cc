@@ -15,8 +15,7 @@ namespace {
 constexpr std::size_t kMostSpare = 2;
 
 std::string text_of(std::uint64_t batch, PushName push) {
-  return "push " + std::to_string(push.sequence) + " of replica " + std::to_string(push.replica) +
-         " to batch " + std::to_string(batch);
+  return str_cat("push ", push.sequence, " of replica ", push.replica, " to batch ", batch);
 }
 
 }  // namespace
@@ -203,8 +202,8 @@ SharedWords Vectors::Draft::push_of(std::uint64_t batch, PushName push) const {
 CommandResult Vectors::Draft::operator()(const command::FoldPushes& given) {
   check_target(given.target);
   if (owner_.finished_.has(given.batch) || finished_.contains(given.batch))
-    throw InvalidArgument("fold: batch " + std::to_string(given.batch) +
-                          " is over: it was folded or discarded");
+    throw InvalidArgument(
+        str_cat("fold: batch ", given.batch, " is over: it was folded or discarded"));
   if (given.pushes.empty()) throw InvalidArgument("fold: there are no pushes");
   std::vector<Source> sources;
   for (const PushName& each : given.pushes)
@@ -242,8 +241,8 @@ SharedWords Vectors::find(std::string_view name) const {
 void Vectors::put(const std::string& name, Words values) {
   check_vector_name(name);
   if (values.size() != elements_ * words_)
-    throw InvalidArgument("vector '" + name + "' has " + std::to_string(values.size()) +
-                          " words, not " + std::to_string(elements_ * words_));
+    throw InvalidArgument(
+        str_cat("vector '", name, "' has ", values.size(), " words, not ", elements_ * words_));
   if (!vectors_.contains(name)) check_room(vectors_.size() + 1, staged());
   vectors_[name] = std::make_shared<Words>(std::move(values));
 }
@@ -290,17 +289,17 @@ std::vector<CommandResult> Vectors::run(std::span<const Command> commands) {
 void Vectors::check_room(std::size_t vectors, std::size_t pushes) const {
   pushes += arriving_;
   if (vectors > limits_.vectors)
-    throw InvalidArgument("a shard holds at most " + std::to_string(limits_.vectors) + " vectors");
+    throw InvalidArgument(str_cat("a shard holds at most ", limits_.vectors, " vectors"));
   if (pushes > limits_.pushes)
-    throw InvalidArgument("a shard holds at most " + std::to_string(limits_.pushes) +
-                          " staged pushes: give a larger push_every, or fewer portions");
+    throw InvalidArgument(str_cat("a shard holds at most ", limits_.pushes,
+                                  " staged pushes: give a larger push_every, or fewer portions"));
   const std::uint64_t each = elements_ * words_ * sizeof(float);
   if ((vectors + pushes + spare_.size()) * each > limits_.bytes)
-    throw InvalidArgument(std::to_string(vectors) + " vectors and " + std::to_string(pushes) +
-                          " staged pushes of " + gibibytes(each) +
-                          " are more than this shard may hold, " + gibibytes(limits_.bytes) +
-                          ", half of its memory: give more shards on more hosts, or a larger "
-                          "push_every, so that there are fewer pushes");
+    throw InvalidArgument(
+        str_cat(vectors, " vectors and ", pushes, " staged pushes of ", gibibytes(each),
+                " are more than this shard may hold, ", gibibytes(limits_.bytes),
+                ", half of its memory: give more shards on more hosts, or a larger "
+                "push_every, so that there are fewer pushes"));
 }
 
 // Returns memory for a vector, whose values are undefined.

@@ -30,8 +30,8 @@ std::uint64_t begin_of(const ParameterTable& table, std::uint32_t shard) {
 // Copies a frame's payload of float64. Returns whether all values are finite.
 bool copy_doubles(const ShardFrame& frame, ConstBytes payload, float* y) {
   if (payload.size() != frame.count * sizeof(double))
-    throw InvalidArgument("a frame's payload has " + std::to_string(payload.size()) +
-                          " bytes for " + std::to_string(frame.count) + " elements");
+    throw InvalidArgument(
+        str_cat("a frame's payload has ", payload.size(), " bytes for ", frame.count, " elements"));
   std::memcpy(y, payload.data(), payload.size());
   bool finite = true;
   for (std::size_t i = 0; i < frame.count; ++i) {
@@ -59,8 +59,7 @@ Codecs codecs_of(const ParameterTable& table) {
 ShardLayout::ShardLayout(const ParameterTable& table, const Codecs& codecs, std::uint32_t shard)
     : words_(table.words()) {
   if (shard >= table.shards)
-    throw InvalidArgument("there is no shard " + std::to_string(shard) + " of " +
-                          std::to_string(table.shards));
+    throw InvalidArgument(str_cat("there is no shard ", shard, " of ", table.shards));
   divide(table, begin_of(table, shard), begin_of(table, shard + 1));
   join_into_frames(codecs, table.staged() ? kMostPayload - sizeof(StagedPush) : kMostPayload);
 }

@@ -30,11 +30,11 @@ const char* fault_of(const MessageHeader& header, std::size_t payload) {
 ServeMessage parse(ConstBytes frame) {
   ServeMessage message;
   if (frame.size() < sizeof message.header)
-    throw InvalidArgument("a frame of " + std::to_string(frame.size()) + " bytes has no header");
+    throw InvalidArgument(str_cat("a frame of ", frame.size(), " bytes has no header"));
   std::memcpy(&message.header, frame.data(), sizeof message.header);
   message.payload = frame.subspan(sizeof message.header);
   if (const char* fault = fault_of(message.header, message.payload.size()))
-    throw InvalidArgument("a frame of " + std::to_string(frame.size()) + " bytes: " + fault);
+    throw InvalidArgument(str_cat("a frame of ", frame.size(), " bytes: ", fault));
   return message;
 }
 

@@ -30,8 +30,8 @@ std::string described(const Parameter& parameter) {
 }
 
 [[noreturn]] void refuse(std::string_view line) {
-  throw InvalidArgument("a table of parameters has an impossible line: '" +
-                        std::string(line.substr(0, 80)) + "'");
+  throw InvalidArgument(
+      str_cat("a table of parameters has an impossible line: '", line.substr(0, 80), "'"));
 }
 
 std::uint64_t number(std::string_view text, std::string_view line) {
@@ -93,17 +93,16 @@ void check_codecs(const std::vector<std::string>& codecs) {
 // Vectors are cut at blocks, and nothing is applied where pushes are staged.
 void check_staged(const ParameterTable& table) {
   if (table.dtype != DType::kFloat32 && (!table.staged() || table.codecs.size() > 1))
-    throw InvalidArgument("parameters of " + std::string(name_of(table.dtype)) +
-                          " need the rule staged, and codec none alone");
+    throw InvalidArgument(str_cat("parameters of ", name_of(table.dtype),
+                                  " need the rule staged, and codec none alone"));
   if (!table.staged()) return;
   if (table.divide || table.max_staleness != ParameterTable{}.max_staleness)
     throw InvalidArgument(
         "the rule staged applies no push: divide and max_staleness mean nothing to it");
   const std::uint64_t block = block_of(table.elements());
   if ((table.elements() + block - 1) / block < table.shards)
-    throw InvalidArgument(std::to_string(table.elements()) + " elements lie in blocks of " +
-                          std::to_string(block) + ", which can't be cut into " +
-                          std::to_string(table.shards) + " shards");
+    throw InvalidArgument(str_cat(table.elements(), " elements lie in blocks of ", block,
+                                  ", which can't be cut into ", table.shards, " shards"));
 }
 
 }  // namespace
@@ -163,8 +162,7 @@ ParameterTable ParameterTable::parse(std::string_view text) {
 void ParameterTable::check() const {
   if (parameters.empty()) throw InvalidArgument("a parameter server needs a parameter");
   if (shards < 1 || shards > kMostShards || elements() < shards || elements() > kMostElements)
-    throw InvalidArgument(std::to_string(elements()) + " elements can't be cut into " +
-                          std::to_string(shards) + " shards");
+    throw InvalidArgument(str_cat(elements(), " elements can't be cut into ", shards, " shards"));
   std::set<std::string_view> names;
   for (const Parameter& each : parameters)
     if (each.name.find('\n') != std::string::npos || !names.insert(each.name).second)
@@ -175,13 +173,12 @@ void ParameterTable::check() const {
   check_codecs(codecs);
   check_staged(*this);
   if (const std::size_t bytes = text().size(); bytes > kMostTableText)
-    throw InvalidArgument("names and shapes of the parameters take " + std::to_string(bytes) +
-                          " bytes, and at most " + std::to_string(kMostTableText) + " can be sent");
+    throw InvalidArgument(str_cat("names and shapes of the parameters take ", bytes,
+                                  " bytes, and at most ", kMostTableText, " can be sent"));
 }
 
 std::string difference(const ParameterTable& theirs, const ParameterTable& ours) {
-  if (theirs.shards != ours.shards)
-    return std::to_string(theirs.shards) + " shards, not " + std::to_string(ours.shards);
+  if (theirs.shards != ours.shards) return str_cat(theirs.shards, " shards, not ", ours.shards);
   if (theirs.rule != ours.rule) return "rule '" + theirs.rule + "', not '" + ours.rule + "'";
   if (theirs.dtype != ours.dtype)
     return std::string(name_of(theirs.dtype)) + ", not " + std::string(name_of(ours.dtype));
@@ -189,11 +186,10 @@ std::string difference(const ParameterTable& theirs, const ParameterTable& ours)
   const std::size_t common = std::min(theirs.parameters.size(), ours.parameters.size());
   for (std::size_t i = 0; i < common; ++i)
     if (theirs.parameters[i] != ours.parameters[i])
-      return "parameter " + std::to_string(i) + " is " + described(theirs.parameters[i]) +
-             ", not " + described(ours.parameters[i]);
+      return str_cat("parameter ", i, " is ", described(theirs.parameters[i]), ", not ",
+                     described(ours.parameters[i]));
   if (theirs.parameters.size() != ours.parameters.size())
-    return std::to_string(theirs.parameters.size()) + " parameters, not " +
-           std::to_string(ours.parameters.size());
+    return str_cat(theirs.parameters.size(), " parameters, not ", ours.parameters.size());
   return "atomic, divide or max_staleness differ";
 }
 

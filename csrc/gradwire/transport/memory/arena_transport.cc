@@ -125,9 +125,9 @@ std::optional<ConstBytes> ArenaTransport::arrived(Rank peer) {
   const bool small = descriptor.cell == Descriptor::kInEntry;
   if ((!small && descriptor.cell >= messages_) ||
       descriptor.bytes > (small ? kSmallMessage : max_message()))
-    throw_transport_error(link_id(peer), "impossible descriptor in shared memory: cell " +
-                                             std::to_string(descriptor.cell) + ", " +
-                                             std::to_string(descriptor.bytes) + " bytes");
+    throw_transport_error(link_id(peer),
+                          str_cat("impossible descriptor in shared memory: cell ", descriptor.cell,
+                                  ", ", descriptor.bytes, " bytes"));
   link.front = static_cast<int>(descriptor.cell);
   if (!small) time_line(link, link.arena->data(descriptor.cell));
   return ConstBytes{

@@ -219,9 +219,9 @@ RdmaEnd RdmaTransport::make_end(Rank peer, std::size_t port, std::size_t peer_po
   RdmaLink& link = link_to(peer);
   link.rail = &rail_of(port);
   if (max_message() > std::min(link.rail->port().max_message, Word::kLength))
-    throw InvalidArgument(describe(link_id(peer), "messages of " + std::to_string(max_message()) +
-                                                      " bytes are too large for " +
-                                                      link.rail->port().describe()));
+    throw InvalidArgument(
+        describe(link_id(peer), str_cat("messages of ", max_message(), " bytes are too large for ",
+                                        link.rail->port().describe())));
   const auto receives = static_cast<int>(slots_ + kWords);
   link.queue_pair = std::make_unique<QueuePair>(*devices_, link.rail->port(), link.rail->cq(),
                                                 static_cast<int>(kRequests), receives);
@@ -253,9 +253,10 @@ void RdmaTransport::greet(Rank peer, const WaitLimit& wait_limit) {
     wait_limit.check_interrupt();
     if (link.lost || (arrival.passed() && with_device(link) > 0)) throw_out_of_reach(peer);
     if (wait_limit.passed())
-      throw Timeout(describe(id, "timed out: no word over RDMA while the link was made; is rank " +
-                                     std::to_string(peer) + " alive?"),
-                    peer);
+      throw Timeout(
+          describe(id, str_cat("timed out: no word over RDMA while the link was made; is rank ",
+                               peer, " alive?")),
+          peer);
   }
 }
 
@@ -363,8 +364,7 @@ void RdmaTransport::take(Rank peer, const Word& word) {
   link.greeted = true;
   if (word.no_message) return;
   if (word.bytes > max_message() || link.arrived - link.released >= slots_)
-    return give_up(
-        peer, "impossible message of " + std::to_string(word.bytes) + " bytes, or out of turn");
+    return give_up(peer, str_cat("impossible message of ", word.bytes, " bytes, or out of turn"));
   link.lengths[link.arrived++ % slots_] = word.bytes;
 }
 

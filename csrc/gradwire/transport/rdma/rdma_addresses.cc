@@ -49,7 +49,7 @@ std::string network_text(Bits address, Bits mask) {
     masked[i] = address[i] & mask[i];
     bits += std::popcount(mask[i]);
   }
-  return address_text(Bits(masked).first(address.size())) + "/" + std::to_string(bits);
+  return str_cat(address_text(Bits(masked).first(address.size())), "/", bits);
 }
 
 bool word_matches(std::string_view word, bool exact, std::string_view device, int port) {

@@ -59,9 +59,9 @@ std::string RdmaPort::describe() const {
   const std::string where = device + ":" + std::to_string(number);
   const std::string mtu = ", MTU " + std::to_string(128 << address.mtu);
   if (address.link_layer == ibv::kLinkInfiniBand)
-    return where + ", InfiniBand, LID " + std::to_string(address.lid) + mtu;
-  return where + (gid_type == ibv::kGidRoceV2 ? ", RoCE v2, GID " : ", RoCE v1, GID ") +
-         std::to_string(gid_index) + " (" + gid_text(address.gid) + ")" + mtu;
+    return str_cat(where, ", InfiniBand, LID ", address.lid, mtu);
+  return str_cat(where, (gid_type == ibv::kGidRoceV2 ? ", RoCE v2, GID " : ", RoCE v1, GID "),
+                 gid_index, " (", gid_text(address.gid), ")", mtu);
 }
 
 RdmaDevices::RdmaDevices(RdmaSettings settings)
@@ -75,10 +75,10 @@ RdmaDevices::RdmaDevices(RdmaSettings settings)
   for (int i = 0; i < count; ++i) open(list[i]);
   verbs_.free_device_list(list);
   if (count == 0)
-    refuse(
+    refuse(str_cat(
         "there is no RDMA device (no adapter, no driver, or it is not in this network namespace): "
-        "see ibv_devices, " +
-        std::string(kWithout));
+        "see ibv_devices, ",
+        kWithout));
   if (ports_.empty()) refuse("no RDMA port can be used: " + left_out_);
   if (ports_.size() > kMostRdmaPorts) ports_.resize(kMostRdmaPorts);
   require_lockable_memory();
@@ -153,8 +153,8 @@ void RdmaDevices::add_port(RdmaPort port, const ibv::PortAttr& found) {
       found.link_layer == ibv::kLinkEthernet ? ibv::kLinkEthernet : ibv::kLinkInfiniBand;
   port.max_message = found.max_msg_sz;
   if (!settings_.link_layer.empty() && settings_.link_layer != link_layer_name(address.link_layer))
-    return leave_out(name, "GRADWIRE_IB_LINK_LAYER=" + settings_.link_layer + ", and it is " +
-                               std::string(link_layer_name(address.link_layer)));
+    return leave_out(name, str_cat("GRADWIRE_IB_LINK_LAYER=", settings_.link_layer, ", and it is ",
+                                   link_layer_name(address.link_layer)));
   const auto entries = choose_gids(port, found.gid_tbl_len);
   if (entries.empty())
     return leave_out(name, settings_.gid_index < 0
@@ -197,12 +197,13 @@ void RdmaDevices::require_lockable_memory() {
   if (registered != nullptr) verbs_.dereg_mr(registered);
   ::munmap(memory, kLockable);
   if (registered == nullptr)
-    refuse(system_message("memory for RDMA cannot be registered", error) +
-           ": the memory-lock limit is " + std::to_string(limit.rlim_cur >> 20) +
-           " MiB, registered staging may take " + std::to_string(kLockable >> 20) +
-           " MiB; raise it (`ulimit -l unlimited`, LimitMEMLOCK=infinity of systemd, docker run "
-           "--ulimit memlock=-1), " +
-           kWithout);
+    refuse(str_cat(
+        system_message("memory for RDMA cannot be registered", error),
+        ": the memory-lock limit is ", limit.rlim_cur >> 20, " MiB, registered staging may take ",
+        kLockable >> 20,
+        " MiB; raise it (`ulimit -l unlimited`, LimitMEMLOCK=infinity of systemd, docker run "
+        "--ulimit memlock=-1), ",
+        kWithout));
 }
 
 namespace {

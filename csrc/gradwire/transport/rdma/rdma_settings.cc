@@ -25,8 +25,7 @@ class SettingsReader {
     const auto [end, error] = std::from_chars(given.data(), given.data() + given.size(), value);
     const bool whole = error == std::errc() && end == given.data() + given.size();
     if (!whole || value < least || value > most)
-      refuse(name,
-             " is out of range: use " + std::to_string(least) + " to " + std::to_string(most));
+      refuse(name, str_cat(" is out of range: use ", least, " to ", most));
   }
 
   std::string choice(std::string_view name, std::span<const std::string_view> among) const {
@@ -41,7 +40,7 @@ class SettingsReader {
 
  private:
   [[noreturn]] void refuse(std::string_view name, const std::string& why) const {
-    throw InvalidArgument(std::string(name) + "='" + text(name) + "'" + why);
+    throw InvalidArgument(str_cat(name, "='", text(name), "'", why));
   }
 
   const Settings& given_;
