@@ -47,16 +47,16 @@ class RendezvousError : public Error {
 // where it is unknown or not a member; job_peer() is its rank in the job, or kNoPeer.
 class PeerError : public Error {
  public:
-  PeerError(const std::string& message, Rank peer, Rank job_peer = kNoPeer, bool alone = false)
-      : Error(message), peer_(peer), job_peer_(job_peer), alone_(alone) {}
+  PeerError(const std::string& message, Rank peer, Rank job_peer = kNoPeer, bool only_this = false)
+      : Error(message), peer_(peer), job_peer_(job_peer), only_this_(only_this) {}
   Rank peer() const noexcept { return peer_; }
   Rank job_peer() const noexcept { return job_peer_; }
   // Returns whether that rank ended only this communicator, and goes on with its others.
-  bool alone() const noexcept { return alone_; }
+  bool only_this_communicator() const noexcept { return only_this_; }
 
  private:
   Rank peer_, job_peer_;
-  bool alone_;
+  bool only_this_;
 };
 
 class TransportError : public PeerError {
@@ -72,8 +72,8 @@ class Timeout : public PeerError {
 class Aborted : public PeerError {
  public:
   explicit Aborted(const std::string& message, Rank peer = kNoPeer, Rank job_peer = kNoPeer,
-                   bool alone = false)
-      : PeerError(message, peer, job_peer, alone) {}
+                   bool only_this = false)
+      : PeerError(message, peer, job_peer, only_this) {}
 };
 
 // Returns the values one after the other, for messages: text as it is, numbers in decimal.

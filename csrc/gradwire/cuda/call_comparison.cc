@@ -80,7 +80,7 @@ void CallComparison::end_round() {
     round->rethrow();
   } catch (const Timeout& error) {
     throw Timeout(oldest().text + " timed out: " + error.what(), error.peer(), error.job_peer(),
-                  error.alone());
+                  error.only_this_communicator());
   }
   if (words_->digest != ~words_->complement) return begin_one_by_one();
   while (compared_ < counted_) {

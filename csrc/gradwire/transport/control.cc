@@ -36,8 +36,9 @@ bool within(Enum value, Enum first, Enum last) {
 // Whether the ranks of the job that a frame names are possible.
 bool has_valid_job_ranks(const ControlFrame& frame) {
   if (frame.type == ControlType::kFailure) return frame.value <= kMostRanks;
-  const bool elsewhere = frame.type == ControlType::kPosition && (frame.flags & kElsewhere) != 0;
-  return !elsewhere || frame.segment < kMostRanks;
+  const bool names_rank =
+      frame.type == ControlType::kPosition && (frame.flags & kInOtherCommunicator) != 0;
+  return !names_rank || frame.segment < kMostRanks;
 }
 
 std::string_view chars_of(const ControlFrame& frame) {

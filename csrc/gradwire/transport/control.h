@@ -34,8 +34,9 @@ enum ControlFlags : std::uint32_t {
   kInCall = 1,  // kPosition: the last call is still in flight
   kAsks = 2,    // kPosition: the receiver is to answer with its own position
   kLast = 4,    // kAnswer: no more follow
-  kAlone = 8,   // kFailure, kBye: a program ended this communicator, and goes on with its others
-  kElsewhere = 16,  // kPosition: the sender waits in another communicator
+  // kFailure, kBye: a program ended this communicator, and goes on with its others
+  kOnlyThisCommunicator = 8,
+  kInOtherCommunicator = 16,  // kPosition: the sender waits in another communicator
 };
 
 // What kind of error a failure is, so that every rank raises the same type.
@@ -57,8 +58,8 @@ struct ControlFrame {
   std::int32_t culprit = -1;      // who failed; kPosition: for whom the sender waits, kNoPeer: none
   std::uint32_t calls = 0;        // how many collectives the sender has begun, modulo 2^32
   std::uint32_t fingerprint = 0;  // of the last of them, which is number calls - 1
-  // The segment that the sender waits for. With kElsewhere: the rank of the job that it waits for,
-  // perhaps over others.
+  // The segment that the sender waits for. With kInOtherCommunicator: the rank of the job that it
+  // waits for, perhaps over others.
   std::uint32_t segment = 0;
   std::uint64_t digest = 0;  // of the fingerprints of all calls
   // kPosition: how long it has waited, in milliseconds. kFailure: the culprit's rank in the job and

@@ -179,7 +179,7 @@ TEST_F(Planes, WhoClosedIsTheCauseWhereItsLinkEnds) {
     std::rethrow_exception(plane(0).root_cause(broken, stop));  // at once
   } catch (const TransportError& error) {
     EXPECT_EQ(error.peer(), 1);
-    EXPECT_TRUE(error.alone());
+    EXPECT_TRUE(error.only_this_communicator());
     EXPECT_TRUE(std::string(error.what())
                     .starts_with("rank 0: rank 1 closed its communicator, or ended its program, "
                                  "after 0 calls, while "

@@ -129,7 +129,7 @@ TEST(Control, ImpossibleFramesEndThePeer) {
   frames[5].culprit = -2;
   frames[6].type = ControlType::kFailure;
   frames[6].value = std::uint64_t{1} << 31;
-  frames[7].flags = kElsewhere;
+  frames[7].flags = kInOtherCommunicator;
   frames[7].segment = (1U << 31) - 1;
   for (const ControlFrame& frame : frames) {
     Lonely lonely;

@@ -5,7 +5,7 @@ namespace gradwire::transport {
 namespace transport_rdma_faults_test {
 
 // Bits of a word: there is no message; so many messages were read, modulo 16.
-constexpr unsigned kAlone = 1U << 31;
+constexpr unsigned kNoMessage = 1U << 31;
 constexpr unsigned read(unsigned count) { return count % 16 << 27; }
 constexpr std::size_t kSlots = 8;     // of a ring between two or three ranks
 constexpr std::size_t kLarge = 1000;  // not by value
@@ -365,7 +365,7 @@ TEST_F(RdmaWords, AMessageLongerThanAnyIsRefused) {
 
 TEST_F(RdmaWords, MoreReadThanWasSentIsRefused) {
   for (unsigned count : {1U, 8U, 15U}) {
-    expect_refused(kAlone | read(count), "read more messages than were sent");
+    expect_refused(kNoMessage | read(count), "read more messages than were sent");
     expect_refused(64 | read(count), "read more messages than were sent");
   }
 }
@@ -375,7 +375,7 @@ TEST_F(RdmaWords, FlushTellsOfItToo) {
   const std::array peers{1};
   for (std::size_t i = 0; i < kSlots + 2; ++i) ASSERT_TRUE(try_send(*ranks[0], peers, 8, i));
   EXPECT_FALSE(ranks[0]->flush());
-  fake.inject(kAlone | read(kSlots + 1));
+  fake.inject(kNoMessage | read(kSlots + 1));
   expect_words(thrown_by<TransportError>([&] { ranks[0]->flush(); }),
                {"link to rank 1", "read more messages than were sent"});
   EXPECT_TRUE(ranks[0]->flush());
@@ -388,14 +388,14 @@ TEST_F(RdmaWords, FewerReadThanBeforeIsRefused) {
     expect_message(*ranks[1], 0, 8, i);
   }
   EXPECT_FALSE(ranks[0]->peek(1).has_value());  // and hears that all were read
-  fake.inject(kAlone | read(kSlots - 1));
+  fake.inject(kNoMessage | read(kSlots - 1));
   expect_words(thrown_by<TransportError>([&] { ranks[0]->peek(1); }), {"link to rank 1"});
 }
 
 TEST_F(RdmaWords, WhatWasSaidBeforeMayBeSaidAgain) {
   const Transports ranks = mesh(2);
   for (int i = 0; i < 100; ++i) {
-    fake.inject(kAlone);
+    fake.inject(kNoMessage);
     for (Rank rank : {0, 1})
       EXPECT_FALSE(ranks[static_cast<std::size_t>(rank)]->peek(1 - rank).has_value());
   }

@@ -148,7 +148,7 @@ ControlFrame ControlPlane::position_frame() const {
   frame.round = position.round;
   frame.segment = position.segment;
   if (position.job_peer != kNoPeer) {
-    frame.flags |= transport::kElsewhere;
+    frame.flags |= transport::kInOtherCommunicator;
     frame.segment = static_cast<std::uint32_t>(position.job_peer);
   }
   frame.value = static_cast<std::uint64_t>(position.seconds * 1e3);
@@ -180,7 +180,7 @@ void ControlPlane::send_call_records(Rank to, std::uint32_t call) noexcept {
 void ControlPlane::say_goodbye(bool alone) noexcept {
   closing_ = true;
   ControlFrame frame = frame_of(ControlType::kBye, history_.calls());
-  if (alone) frame.flags |= transport::kAlone;
+  if (alone) frame.flags |= transport::kOnlyThisCommunicator;
   control_.broadcast(frame);
 }
 
@@ -265,7 +265,7 @@ std::string ControlPlane::text_of_position(Rank peer) const {
     return name_of(peer) +
            " has said nothing: it is outside gradwire, or stopped, or cannot be reached";
   const ControlFrame& said = last.frame;
-  if ((said.flags & transport::kElsewhere) != 0)
+  if ((said.flags & transport::kInOtherCommunicator) != 0)
     return name_of(peer) + " waits in another group, for rank " + std::to_string(said.segment) +
            " of the job";
   const std::string call = "call " + std::to_string(said.calls - 1) + ", " + text_of(said);
@@ -281,7 +281,7 @@ ChainEnd ControlPlane::end_of_chain(Rank peer) const {
   for (int way = 0; way < size_ && at != kNoPeer && at != rank_; ++way) {
     const ControlFrame& said = last_position_of(at).frame;
     if (is_silent(at)) return {at};
-    if (said.culprit == kNoPeer && (said.flags & transport::kElsewhere) != 0)
+    if (said.culprit == kNoPeer && (said.flags & transport::kInOtherCommunicator) != 0)
       return {kNoPeer, static_cast<Rank>(said.segment)};
     if (said.culprit == kNoPeer) return {at};
     at = said.culprit;
@@ -297,7 +297,7 @@ ChainEnd ControlPlane::end_of_chain(Rank peer) const {
 bool ControlPlane::waits_for_nobody(Rank peer) const {
   const transport::ControlFrame& said = last_position_of(peer).frame;
   return said.culprit == kNoPeer &&
-         (said.flags & (transport::kInCall | transport::kElsewhere)) == 0;
+         (said.flags & (transport::kInCall | transport::kInOtherCommunicator)) == 0;
 }
 
 std::exception_ptr ControlPlane::root_cause(const std::exception_ptr& error,
@@ -338,8 +338,9 @@ std::exception_ptr ControlPlane::closed_early(Rank peer) const {
                      ", while others still waited for it";
   if (const CallHistory::Record* own = history_.after(history_.calls()))
     text += " in call " + std::to_string(history_.calls() - 1) + ", " + own->text();
-  return std::make_exception_ptr(TransportError(text + "; did all ranks make the same calls?", peer,
-                                                kNoPeer, (bye.flags & transport::kAlone) != 0));
+  return std::make_exception_ptr(
+      TransportError(text + "; did all ranks make the same calls?", peer, kNoPeer,
+                     (bye.flags & transport::kOnlyThisCommunicator) != 0));
 }
 
 // ---- Who called what ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ ControlFrame make(FailureKind kind, Rank culprit, const char* text) noexcept {
 ControlFrame make(FailureKind kind, const PeerError& error) noexcept {
   ControlFrame frame = make(kind, error.peer(), error.what());
   frame.value = static_cast<std::uint64_t>(error.job_peer() + 1);
-  if (error.alone()) frame.flags |= transport::kAlone;
+  if (error.only_this_communicator()) frame.flags |= transport::kOnlyThisCommunicator;
   return frame;
 }
 
@@ -93,7 +93,7 @@ ControlFrame failure_frame(const std::exception_ptr& error, Rank rank) noexcept 
 
 std::exception_ptr error_of(const ControlFrame& failure) {
   return make_error(failure.kind, transport::text_of(failure), failure.culprit,
-                    job_peer_of(failure), (failure.flags & transport::kAlone) != 0);
+                    job_peer_of(failure), (failure.flags & transport::kOnlyThisCommunicator) != 0);
 }
 
 std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity& identity) {
@@ -103,14 +103,14 @@ std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity
     const Rank job_peer = job_peer_of(e, identity);
     if (job_peer == e.job_peer()) return error;
     return make_error(failure_frame(error, identity.rank).kind, named_text(e, job_peer), e.peer(),
-                      job_peer, e.alone());
+                      job_peer, e.only_this_communicator());
   } catch (...) {
     return error;
   }
 }
 
 bool fails_family(const ControlFrame& failure) noexcept {
-  return failure.kind != FailureKind::kInvalidArgument && (failure.flags & transport::kAlone) == 0;
+  return failure.kind != FailureKind::kInvalidArgument && (failure.flags & transport::kOnlyThisCommunicator) == 0;
 }
 
 ControlFrame translated(ControlFrame failure, const Identity& there, const Identity& here) {

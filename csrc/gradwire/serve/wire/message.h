@@ -56,7 +56,7 @@ struct MessageHeader {
   std::uint32_t magic = kMessageMagic;
   Op op = Op::kBye;
   std::uint8_t flags = kFirst | kLast;
-  std::uint16_t codec = 0;     // of the payload: its index in the Table, or kMixedCodecs
+  std::uint16_t codec = 0;     // of the payload: its index in the table, or kMixedCodecs
   std::uint64_t client = 0;    // who asks; its incarnation is in the low 16 bits
   std::uint32_t sequence = 0;  // of the request, which the reply repeats
   std::uint16_t table = 0;     // low bits of the ParameterTable's digest; 0 in JOIN

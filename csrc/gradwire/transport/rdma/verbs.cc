@@ -7,7 +7,7 @@
 
 namespace gradwire::transport {
 
-Verbs::Finder::Finder(const std::string& library)
+Verbs::VersionedFinder::VersionedFinder(const std::string& library)
     : handle(::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
   if (handle == nullptr)
     throw InvalidArgument("the RDMA library does not load (" + loader_error() +
@@ -15,7 +15,7 @@ Verbs::Finder::Finder(const std::string& library)
                           "ibverbs-providers; others: rdma-core)");
 }
 
-Symbol Verbs::Finder::operator()(const char* name, const char* version) const {
+Symbol Verbs::VersionedFinder::operator()(const char* name, const char* version) const {
   const Symbol found{::dlvsym(handle, name, version)};
   if (found.address == nullptr)
     throw InvalidArgument("the RDMA library is too old, or another one (" + loader_error() +

@@ -23,8 +23,8 @@ struct Verbs {
   explicit Verbs(const std::string& library);
 
   // Finds a function of the library, which is loaded first. Throws as load() does.
-  struct Finder {
-    explicit Finder(const std::string& library);
+  struct VersionedFinder {
+    explicit VersionedFinder(const std::string& library);
     // By name and version, since two functions of libibverbs may have one name.
     Symbol operator()(const char* name, const char* version = "IBVERBS_1.1") const;
 
