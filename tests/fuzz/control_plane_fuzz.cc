@@ -62,7 +62,7 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Input input(data, size);
   ControlPlane plane(0, 3, [] { return gradwire::exec::Position{}; });
   auto [own, peer] = socket_pair();
-  plane.adopt(std::move(own), 1);
+  plane.sockets().adopt(std::move(own), 1);
   while (!input.empty() && !is_over(plane, peer, input)) continue;
   return 0;
 }
