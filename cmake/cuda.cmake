@@ -105,7 +105,7 @@ endif()
 # A process may have another CUDA runtime, torch's: this one is its own, and nobody sees it.
 target_link_options(gradwire_cuda_plugin PRIVATE
   LINKER:--exclude-libs,ALL LINKER:--as-needed LINKER:-z,defs
-  LINKER:--version-script=${CMAKE_SOURCE_DIR}/cmake/cuda_exports.map)
+  LINKER:--version-script=${PROJECT_SOURCE_DIR}/cmake/cuda_exports.map)
 set_target_properties(gradwire_cuda_plugin PROPERTIES UNITY_BUILD OFF
-  OUTPUT_NAME gradwire_cuda LINK_DEPENDS ${CMAKE_SOURCE_DIR}/cmake/cuda_exports.map)
+  OUTPUT_NAME gradwire_cuda LINK_DEPENDS ${PROJECT_SOURCE_DIR}/cmake/cuda_exports.map)
 install(TARGETS gradwire_cuda_plugin DESTINATION gradwire)

@@ -10,7 +10,7 @@ else()  # where every processor has FMA, all files need it
 endif()
 
 function(gradwire_simd)
-  set(dir ${CMAKE_SOURCE_DIR}/csrc/gradwire/codec)
+  set(dir ${PROJECT_SOURCE_DIR}/csrc/gradwire/codec)
   file(GLOB simd_sources CONFIGURE_DEPENDS ${dir}/simd/*.cc)
   if(NOT GRADWIRE_X86)
     list(FILTER simd_sources EXCLUDE REGEX "simd_avx[0-9]+\\.cc$")

@@ -14,8 +14,8 @@
 
 #include "gradwire/base/fork.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/exec/communicator.h"
 #include "gradwire/exec/program/cpu_device.h"
+#include "gradwire/gradwire.h"
 
 namespace gradwire::bind {
 

@@ -37,6 +37,7 @@ def _layers_below() -> dict[str, set[str]]:
         libraries = {f"gradwire_{known.replace('/', '_')}": known for known in layers}
         used = [libraries[name] for name in uses.split() if name in libraries]
         layers[layer] = {layer}.union(*(layers[name] for name in used))
+    layers["."] = {".", *layers["exec"]}  # gradwire.h, the public face
     layers["bind"] = {"bind", *layers}
     return layers
 

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def numbers(pattern: str, text: str) -> list[float]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.name)
 def test_a_docstring_names_its_own_file(example: Path):
     assert f"examples/{example.name}" in command(example)
+
+
+@pytest.mark.nightly  # compiles the core; `make test` builds the same program in another way
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+def test_the_cpp_example_is_built_as_it_says(tmp_path: Path):
+    text = (ROOT / "examples" / "cpp" / "all_reduce.cc").read_text(encoding="utf-8")
+    commands = "\n".join(re.findall(r"^//   (.+)$", text, re.MULTILINE))
+    assert commands in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    here = "set -e\n" + commands.replace("build/example", str(tmp_path))
+    ended = subprocess.run(here, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(re.findall(r"rank (\d) of 4: the average is 1.5", ended.stdout)) == list("0123")
 
 
 def test_all_reduce():
