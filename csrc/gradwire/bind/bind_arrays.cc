@@ -14,16 +14,10 @@ namespace {
 py::dict as_dict(const DLPackArray& array) {
   py::tuple shape(array.shape.size());
   for (std::size_t i = 0; i < array.shape.size(); ++i) shape[i] = array.shape[i];
-  py::dict out;
-  out["address"] = array.address;
-  out["device_type"] = array.device_type;
-  out["device_id"] = array.device_id;
-  out["code"] = array.code;
-  out["itemsize"] = array.element_bytes;
-  out["shape"] = shape;
-  out["contiguous"] = array.contiguous;
-  out["writable"] = array.writable;
-  return out;
+  return py::dict(py::arg("address") = array.address, py::arg("device_type") = array.device_type,
+                  py::arg("device_id") = array.device_id, py::arg("code") = array.code,
+                  py::arg("itemsize") = array.element_bytes, py::arg("shape") = shape,
+                  py::arg("contiguous") = array.contiguous, py::arg("writable") = array.writable);
 }
 
 template <typename T>
@@ -45,6 +39,6 @@ py::dict read_capsule(const py::capsule& capsule) {
 
 }  // namespace
 
-void bind_arrays(py::module_& m) { m.def("read_dlpack", &read_capsule, py::arg("capsule")); }
+void bind_arrays(py::module_& m) { m.def("read_dlpack", &read_capsule); }
 
 }  // namespace gradwire::bind

@@ -16,15 +16,10 @@
 namespace gradwire::bind {
 namespace {
 
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
+std::vector<std::string_view> instruction_sets() {
+  std::vector<std::string_view> names;
   for (const codec::Kernels* each : codec::available_kernels()) names.emplace_back(each->name);
   return names;
-}
-
-std::vector<std::string> codec_names() {
-  const auto names = codec::codec_names();
-  return {names.begin(), names.end()};
 }
 
 // y[i] := x[i] * factor, rounded once in the element type; y may be x.
@@ -41,9 +36,8 @@ void scale(const std::string& dtype, std::uintptr_t x, std::uintptr_t y, std::si
 // Writes the payload of x[0, count) to `out`, of exactly max_bytes(count).
 void encode(const Codec& self, std::uintptr_t x, std::size_t count, std::uintptr_t out) {
   const codec::Codec& codec = *self.value;
-  if (!codec.fixed_size() || codec.combine() == codec::Combine::kCompound) {
+  if (!codec.fixed_size() || codec.combine() == codec::Combine::kCompound)
     throw InvalidArgument("codec '" + codec.name() + "' has payloads of no fixed size");
-  }
   const codec::FloatEnvironment environment;
   codec.encode(reinterpret_cast<const float*>(x), count, {},
                {reinterpret_cast<std::byte*>(out), codec.max_bytes(count)});
@@ -87,43 +81,27 @@ void decode_array(const Codec& self, const Payload& payload, std::size_t rows, s
 }  // namespace
 
 void bind_codec(py::module_& m) {
-  py::class_<Codec> codec(m, "Codec");
-  codec
-      .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }),
-           py::arg("spec"))
-      .def_property_readonly("name", [](const Codec& self) { return self.value->name(); })
+  py::class_<Codec>(m, "Codec")
+      .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }))
+      .def_property_readonly("name", on<const Codec, &codec::Codec::name>)
       .def_property_readonly(
           "compound",
           [](const Codec& self) { return self.value->combine() == codec::Combine::kCompound; })
-      .def_property_readonly("biased", [](const Codec& self) { return self.value->biased(); })
-      .def(
-          "usual_bytes",
-          [](const Codec& self, std::size_t count) { return self.value->usual_bytes(count); },
-          py::arg("count"))
-      .def(
-          "max_bytes",
-          [](const Codec& self, std::size_t count) { return self.value->max_bytes(count); },
-          py::arg("count"))
-      .def("encode", &encode, py::arg("x"), py::arg("count"), py::arg("out"),
-           py::call_guard<Unlocked>())
-      .def("decode", &decode, py::arg("payload"), py::arg("count"), py::arg("y"),
-           py::call_guard<Unlocked>());
-  codec
-      .def("encode_array", &encode_array, py::arg("x"), py::arg("rows"), py::arg("columns"),
-           py::arg("feedback").none(true), py::arg("key"), py::arg("call"))
+      .def_property_readonly("biased", on<const Codec, &codec::Codec::biased>)
+      .def("usual_bytes", on<const Codec, &codec::Codec::usual_bytes, std::size_t>)
+      .def("max_bytes", on<const Codec, &codec::Codec::max_bytes, std::size_t>)
+      .def("encode", &encode, py::call_guard<Unlocked>())
+      .def("decode", &decode, py::call_guard<Unlocked>())
+      .def("encode_array", &encode_array)
       .def("decode_array", &decode_array, py::arg("payload").noconvert(), py::arg("rows"),
            py::arg("columns"), py::arg("y"))
-      .def(
-          "most_payload",
-          [](const Codec& self, std::size_t rows, std::size_t columns) {
-            return codec::most_payload(*self.value, {rows, columns});
-          },
-          py::arg("rows"), py::arg("columns"));
-  m.def("codec_names", &codec_names);
-  m.def("scale", &scale, py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("count"),
-        py::arg("factor"), py::call_guard<Unlocked>());
+      .def("most_payload", [](const Codec& self, std::size_t rows, std::size_t columns) {
+        return codec::most_payload(*self.value, {rows, columns});
+      });
+  m.def("codec_names", &codec::codec_names);
+  m.def("scale", &scale, py::call_guard<Unlocked>());
   m.def("instruction_sets", &instruction_sets);
-  m.def("active_instruction_set", [] { return std::string(codec::kernels().name); });
+  m.def("active_instruction_set", [] { return codec::kernels().name; });
 }
 
 }  // namespace gradwire::bind

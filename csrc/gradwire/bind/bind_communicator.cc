@@ -22,12 +22,6 @@ using WithoutLock = py::call_guard<Unlocked>;
 using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
 using std::shared_ptr;
 
-// A method of the communicator, on its handle.
-template <auto kMethod, typename... Args>
-constexpr auto on_core = [](Communicator& self, Args... args) {
-  return (self.get().*kMethod)(std::forward<Args>(args)...);
-};
-
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
   if (name == "p2p") return exec::Lane::kPointToPoint;
@@ -125,13 +119,13 @@ void bind_request(py::module_& m) {
       .def(py::init(&make_request), py::arg("collective"), py::arg("dtype"), py::arg("op"),
            py::arg("root"), py::arg("inputs"), py::arg("outputs"), py::arg("algorithm") = "auto",
            py::arg("schedule") = nullptr, py::arg("codec") = nullptr)
-      .def("feed_back", &Request::feed_back, py::arg("feedback"), py::arg("keys"))
-      .def("shape", &Request::shape, py::arg("shapes"))
-      .def("exchange", &Request::exchange, py::arg("payloads"))
-      .def("label", &Request::label, py::arg("text"))
-      .def("move", &Request::move, py::arg("name"))
-      .def("name", &Request::name, py::arg("text"))
-      .def("check_shape", &Request::check_shape, py::arg("text"), py::arg("always"));
+      .def("feed_back", &Request::feed_back)
+      .def("shape", &Request::shape)
+      .def("exchange", &Request::exchange)
+      .def("label", &Request::label)
+      .def("move", &Request::move)
+      .def("name", &Request::name)
+      .def("check_shape", &Request::check_shape);
 }
 
 void bind_work(py::module_& m) {
@@ -164,11 +158,9 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
         py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr,
         py::arg("progress") = nullptr)
-      .def("adopt_control", &adopt_control, py::arg("fd"), py::arg("seal"), py::arg("peer"),
-           WithoutLock())
-      .def("adopt_link", &adopt_link, py::arg("lane"), py::arg("transport"), py::arg("fd"),
-           py::arg("seal"), py::arg("peer"), py::arg("timeout"), WithoutLock())
-      .def("join", on_core<&exec::Communicator::join, shared_ptr<exec::Family>>, py::arg("family"),
+      .def("adopt_control", &adopt_control, WithoutLock())
+      .def("adopt_link", &adopt_link, WithoutLock())
+      .def("join", on<Communicator, &exec::Communicator::join, shared_ptr<exec::Family>>,
            WithoutLock());
 }
 
@@ -178,12 +170,10 @@ void bind_calls(CommunicatorClass& c) {
        [](Communicator& self, const Request& request, double timeout) {
          self.get().run(request.view(timeout), check_signals);
        },
-       py::arg("request"), py::arg("timeout"), WithoutLock())
-      .def("submit", &submit, py::arg("request"), py::arg("timeout"), py::arg("memory"))
-      .def("send", &send, py::arg("address"), py::arg("bytes"), py::arg("to"), py::arg("timeout"),
-           py::arg("memory"))
-      .def("receive", &receive, py::arg("address"), py::arg("bytes"), py::arg("source"),
-           py::arg("timeout"), py::arg("memory"))
+       WithoutLock())
+      .def("submit", &submit)
+      .def("send", &send)
+      .def("receive", &receive)
       .def(
           "wait",
           [](Communicator& self, Work& work, double timeout, bool background) {
@@ -194,19 +184,15 @@ void bind_calls(CommunicatorClass& c) {
             self.forget_finished();
           },
           py::arg("work"), py::arg("timeout"), py::arg("background") = false)
-      .def(
-          "begin_wait",
-          [](Communicator& self, Rank sender) { self.get().awaited_senders().add(sender); },
-          py::arg("sender"))
-      .def(
-          "end_wait",
-          [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); },
-          py::arg("sender"))
-      .def("request_stop", on_core<&exec::Communicator::request_stop>)
+      .def("begin_wait",
+           [](Communicator& self, Rank sender) { self.get().awaited_senders().add(sender); })
+      .def("end_wait",
+           [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); })
+      .def("request_stop", on<Communicator, &exec::Communicator::request_stop>)
       .def(
           "should_stop", [](Communicator& self) { return self.get().should_stop(check_signals); },
           WithoutLock())
-      .def("request_resize", on_core<&exec::Communicator::request_resize>)
+      .def("request_resize", on<Communicator, &exec::Communicator::request_resize>)
       .def(
           "should_resize",
           [](Communicator& self) { return self.get().should_resize(check_signals); },
@@ -214,26 +200,26 @@ void bind_calls(CommunicatorClass& c) {
 }
 
 void bind_end(CommunicatorClass& c) {
-  c.def("abort", on_core<&exec::Communicator::abort, const std::string&, bool>, py::arg("reason"),
-        py::arg("alone") = true, WithoutLock())
+  c.def("abort", on<Communicator, &exec::Communicator::abort, const std::string&, bool>,
+        py::arg("reason"), py::arg("alone") = true, WithoutLock())
       .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none(),
            py::arg("alone") = true)
-      .def("settled", on_core<&exec::Communicator::is_confirmed>, WithoutLock())
-      .def("drop", on_core<&exec::Communicator::drop>, WithoutLock())
-      .def("check_failure", on_core<&exec::Communicator::check_failure, double>, py::arg("seconds"),
+      .def("settled", on<Communicator, &exec::Communicator::is_confirmed>, WithoutLock())
+      .def("drop", on<Communicator, &exec::Communicator::drop>, WithoutLock())
+      .def("check_failure", on<Communicator, &exec::Communicator::check_failure, double>,
            WithoutLock())
       .def("release_controls", &release_controls);
 }
 
 void bind_state(CommunicatorClass& c) {
-  c.def("set_model", on_core<&exec::Communicator::set_model, const schedule::CostModel&>,
-        py::arg("model"), WithoutLock())
-      .def("set_patience", on_core<&exec::Communicator::set_patience, double>, py::arg("seconds"))
-      .def("observe", on_core<&exec::Communicator::observe, shared_ptr<exec::Recorder>>,
-           py::arg("recorder").none(true), WithoutLock())
+  c.def("set_model", on<Communicator, &exec::Communicator::set_model, const schedule::CostModel&>,
+        WithoutLock())
+      .def("set_patience", on<Communicator, &exec::Communicator::set_patience, double>)
+      .def("observe", on<Communicator, &exec::Communicator::observe, shared_ptr<exec::Recorder>>,
+           WithoutLock())
       .def("release_after_fork", &Communicator::release_after_fork)
       .def_property_readonly("owned_here", &Communicator::owned_here)
-      .def_property_readonly("closed", on_core<&exec::Communicator::closed>)
+      .def_property_readonly("closed", on<Communicator, &exec::Communicator::closed>)
       .def_property_readonly("traffic", &traffic);
 }
 
@@ -245,7 +231,7 @@ void bind_communicator(py::module_& m) {
   py::class_<StopRequest, shared_ptr<StopRequest>>(m, "StopRequest")
       .def(py::init<>())
       .def("make", &StopRequest::make)
-      .def("make_at", &StopRequest::make_at, py::arg("seconds"))
+      .def("make_at", &StopRequest::make_at)
       .def("made", &StopRequest::made);
   py::class_<exec::Family, shared_ptr<exec::Family>>(m, "Family").def(py::init<>());
   py::class_<exec::ProgressThread, shared_ptr<exec::ProgressThread>>(m, "ProgressThread")
@@ -255,16 +241,16 @@ void bind_communicator(py::module_& m) {
   bind_calls(c);
   bind_end(c);
   bind_state(c);
-  m.def("reductions", &reductions, py::arg("dtype"));
+  m.def("reductions", &reductions);
   const transport::ControlFrame frame;
   m.attr("CONTROL_FRAME_BYTES") = sizeof frame;
   m.attr("CONTROL_MAGIC") =
       py::bytes(reinterpret_cast<const char*>(&frame.magic), sizeof frame.magic);
   m.attr("RELEASED_MAGIC") =
       py::bytes(transport::kReleasedMagic.data(), transport::kReleasedMagic.size());
-  m.def("await_calls", &await_calls, py::arg("seconds"));
+  m.def("await_calls", &await_calls);
   m.def("forget_calls", &forget_calls);
-  m.def("end_with", &end_with, py::arg("status"));
+  m.def("end_with", &end_with);
 }
 
 }  // namespace gradwire::bind

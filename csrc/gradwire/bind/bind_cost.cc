@@ -70,8 +70,8 @@ std::tuple<std::string, std::size_t, double> choose(const CostModel& model,
 void bind_cost(py::module_& m) {
   const schedule::Question by_default;
   py::class_<CostModel>(m, "CostModel")
-      .def(py::init(&exec::built_in_model), py::arg("within"), py::arg("between"), py::arg("cores"))
-      .def("set", &CostModel::set, py::arg("name"), py::arg("value"))
+      .def(py::init(&exec::built_in_model))
+      .def("set", &CostModel::set)
       .def_property_readonly("parameters", &parameters)
       .def_property_readonly("digest", &CostModel::digest)
       .def("predict", &predict, py::arg("schedule"), py::arg("bytes"),
@@ -83,13 +83,10 @@ void bind_cost(py::module_& m) {
       .def("choose", &choose, py::arg("collective"), py::arg("ranks"), py::arg("bytes"),
            py::arg("hosts") = by_default.hosts, py::arg("codec") = nullptr, py::arg("root") = 0,
            py::arg("most_message") = by_default.most_message);
-  m.def(
-      "link_costs",
-      [](const std::string& spec) {
-        const transport::EmulatedLink link(spec);
-        return std::pair(link.seconds_of_byte(), link.seconds_under_way());
-      },
-      py::arg("spec"));
+  m.def("link_costs", [](const std::string& spec) {
+    const transport::EmulatedLink link(spec);
+    return std::pair(link.seconds_of_byte(), link.seconds_under_way());
+  });
 }
 
 }  // namespace gradwire::bind

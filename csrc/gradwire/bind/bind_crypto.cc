@@ -53,7 +53,7 @@ void bind_noise(py::module_& m) {
       .def("read", [](Noise& self,
                       const py::bytes& message) { return to_python(self.read(view(message))); })
       .def_property_readonly("hash", [](const Noise& self) { return to_python(self.hash()); })
-      .def("seal", &Noise::seal, py::arg("cipher"));
+      .def("seal", &Noise::seal);
 }
 
 }  // namespace
@@ -82,7 +82,7 @@ void bind_crypto(py::module_& m) {
   m.attr("NOISE_OVERHEAD") = Noise::kOverhead;
   m.def("has_aes", &has_aes);
   m.def("libcrypto_version", [] { return crypto::libcrypto().version; });
-  m.def("use_libcrypto", &crypto::use_libcrypto, py::arg("file"));
+  m.def("use_libcrypto", &crypto::use_libcrypto);
 }
 
 }  // namespace gradwire::bind

@@ -8,11 +8,9 @@ namespace gradwire::bind {
 namespace {
 
 py::dict as_dict(const cuda::DeviceInfo& device) {
-  py::dict out;
-  out["name"] = device.name;
-  out["capability"] = py::make_tuple(device.major, device.minor);
-  out["memory"] = device.memory;
-  return out;
+  return py::dict(py::arg("name") = device.name,
+                  py::arg("capability") = py::make_tuple(device.major, device.minor),
+                  py::arg("memory") = device.memory);
 }
 
 py::dict cuda_info(const std::string& library) {
@@ -23,29 +21,23 @@ py::dict cuda_info(const std::string& library) {
   }
   py::list devices;
   for (const cuda::DeviceInfo& each : found.devices) devices.append(as_dict(each));
-  py::dict out;
-  out["library"] = found.library;
-  out["runtime"] = cuda::cuda_version_text(found.runtime);
-  out["driver"] = cuda::cuda_version_text(found.driver);
-  out["devices"] = devices;
-  out["why_not"] = found.why_not;
-  return out;
+  return py::dict(py::arg("library") = found.library,
+                  py::arg("runtime") = cuda::cuda_version_text(found.runtime),
+                  py::arg("driver") = cuda::cuda_version_text(found.driver),
+                  py::arg("devices") = devices, py::arg("why_not") = found.why_not);
 }
 
 py::dict nccl_info(const std::vector<std::string>& search) {
   const cuda::Nccl& nccl = cuda::Nccl::load(search);
-  py::dict out;
-  out["version"] = cuda::version_text(nccl.version);
-  out["library"] = nccl.library;
-  out["origin"] = nccl.origin;
-  return out;
+  return py::dict(py::arg("version") = cuda::version_text(nccl.version),
+                  py::arg("library") = nccl.library, py::arg("origin") = nccl.origin);
 }
 
 }  // namespace
 
 void bind_cuda(py::module_& m) {
   m.def("cuda_info", &cuda_info, py::arg("library") = "");
-  m.def("nccl_info", &nccl_info, py::arg("search"));
+  m.def("nccl_info", &nccl_info);
 }
 
 }  // namespace gradwire::bind

@@ -61,13 +61,11 @@ py::buffer_info bytes_of(ExchangePayloads& self) {
 void bind_exchange(py::module_& m) {
   py::class_<ExchangePayloads, std::shared_ptr<ExchangePayloads>>(m, "ExchangePayloads",
                                                                   py::buffer_protocol())
-      .def(py::init(&open), py::arg("feedback"), py::arg("keys"))
-      .def("residual", &residual, py::arg("key"))
-      .def("write_next", &write_next, py::arg("key"), py::arg("values"), py::arg("rank"))
+      .def(py::init(&open))
+      .def("residual", &residual)
+      .def("write_next", &write_next)
       .def("seal", &seal, py::arg("own"), py::arg("finite"), py::arg("limit"))
-      .def(
-          "settle", [](ExchangePayloads& self, bool keep) { self.transaction.settle(keep); },
-          py::arg("keep"))
+      .def("settle", [](ExchangePayloads& self, bool keep) { self.transaction.settle(keep); })
       .def("cancel", [](ExchangePayloads& self) { self.transaction.cancel(); })
       .def_buffer(&bytes_of)
       .def_readonly("ends", &ExchangePayloads::ends)

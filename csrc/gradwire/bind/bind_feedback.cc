@@ -65,17 +65,12 @@ void bind_feedback(py::module_& m) {
   py::class_<ErrorFeedback, std::shared_ptr<ErrorFeedback>> feedback(m, "ErrorFeedback");
   feedback
       .def(py::init([](bool narrow) {
-             using codec::ResidualType;
-             return std::make_shared<ErrorFeedback>(narrow ? ResidualType::kBFloat16
-                                                           : ResidualType::kFloat32);
-           }),
-           py::arg("narrow"))
-      .def(
-          "residual",
-          [](const ErrorFeedback& self, const std::string& key) {
-            return array_of(self.residual(key));
-          },
-          py::arg("key"))
+        using codec::ResidualType;
+        return std::make_shared<ErrorFeedback>(narrow ? ResidualType::kBFloat16
+                                                      : ResidualType::kFloat32);
+      }))
+      .def("residual", [](const ErrorFeedback& self,
+                          const std::string& key) { return array_of(self.residual(key)); })
       .def(
           "mask",
           [](const ErrorFeedback& self, const std::string& key,
@@ -84,15 +79,15 @@ void bind_feedback(py::module_& m) {
           },
           py::arg("key"), py::arg("values").noconvert())
       .def("keys", &keys)
-      .def("add", changing<&ErrorFeedback::add>(), py::arg("key"), py::arg("values"))
-      .def("set", changing<&ErrorFeedback::set>(), py::arg("key"), py::arg("values"))
-      .def("multiply", changing<&ErrorFeedback::multiply>(), py::arg("key"), py::arg("factors"))
-      .def("scale", &ErrorFeedback::scale, py::arg("factor"))
+      .def("add", changing<&ErrorFeedback::add>())
+      .def("set", changing<&ErrorFeedback::set>())
+      .def("multiply", changing<&ErrorFeedback::multiply>())
+      .def("scale", &ErrorFeedback::scale)
       .def("clear", &ErrorFeedback::clear)
       .def("save", &save)
-      .def("load", &load, py::arg("state"))
+      .def("load", &load)
       .def("begin_step", &ErrorFeedback::begin_step)
-      .def("end_step", &ErrorFeedback::end_step, py::arg("keep"));
+      .def("end_step", &ErrorFeedback::end_step);
 }
 
 }  // namespace gradwire::bind

@@ -18,10 +18,41 @@ namespace {
 
 using std::shared_ptr;
 using WithoutLock = py::call_guard<Unlocked>;
+using Monitor = cuda::GpuFaultMonitor;
+
+// A number of Python's that is an address, or a stream.
+struct Address {
+  template <typename T>
+  operator T*() const {
+    return reinterpret_cast<T*>(value);
+  }
+  std::uintptr_t value;
+};
+template <typename Arg>
+using Plain = std::conditional_t<std::is_same_v<Arg, Address>, std::uintptr_t, Arg>;
+
+// A method of what a handle has, on the handle.
+template <auto kMethod, typename... Args>
+constexpr auto on_feedback = [](CudaFeedback& self, Plain<Args>... args) {
+  return self.with([&](cuda::Feedback& own) { return (own.*kMethod)(Args{args}...); });
+};
+template <auto kMethod, typename... Args>
+constexpr auto on_monitor =
+    [](const Gpu& self, Args... args) { return (self.monitor().get()->*kMethod)(args...); };
+
+// Key, address and number of elements of each array.
+using KeyedAddresses = std::vector<std::tuple<std::string, std::uintptr_t, std::uint64_t>>;
+
+void mask(CudaFeedback& self, const KeyedAddresses& arrays, std::uintptr_t stream) {
+  std::vector<cuda::Feedback::Masked> given;
+  for (const auto& [key, address, count] : arrays)
+    given.push_back({key, reinterpret_cast<float*>(address), count});
+  self.with([&](cuda::Feedback& own) { own.mask(given, stream_of(stream)); });
+}
 
 shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, int device,
                                   double timeout) {
-  const cuda::OnDevice here(cuda_api(), device);
+  const OnGpu here(device);
   auto made = std::make_shared<CudaMessages>();
   made->messages = shared->endpoint(rank, timeout, check_signals);
   made->kept.push_back(std::move(shared));
@@ -29,11 +60,10 @@ shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, 
 }
 
 shared_ptr<CudaMessages> by_host(shared_ptr<Communicator> carrier, int device, double timeout) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device);
+  const OnGpu gpu(device);
   auto made = std::make_shared<CudaMessages>();
-  made->messages = std::make_unique<cuda::HostMessages>(api, carrier->get(), timeout,
-                                                        cuda::HostTurns::here(api));
+  made->messages = std::make_unique<cuda::HostMessages>(gpu.api, carrier->get(), timeout,
+                                                        cuda::HostTurns::here(gpu.api));
   made->kept.push_back(std::move(carrier));
   return made;
 }
@@ -49,14 +79,13 @@ shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int
   cuda::nccl::UniqueId unique;
   if (id.size() != sizeof unique) throw InvalidArgument("this is no id of NCCL");
   std::memcpy(&unique, id.data(), sizeof unique);
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device);
+  const OnGpu gpu(device);
   cuda::NcclSettings settings;
   settings.rank = rank;
   settings.size = size;
   settings.timeout_seconds = timeout;
   settings.interrupt = check_signals;
-  settings.use_device = [&api, device] {
+  settings.use_device = [&api = gpu.api, device] {
     api.set_device(device);
     api.relax_captures();
   };
@@ -111,62 +140,61 @@ std::tuple<std::string, std::string> device_identity(int device) {
 
 void bind_gpu(py::module_& m) {
   py::class_<cuda::Loopback, shared_ptr<cuda::Loopback>>(m, "CudaLoopback")
-      .def(py::init(&make_loopback), py::arg("size"));
+      .def(py::init(&make_loopback));
   py::class_<CudaMessages, shared_ptr<CudaMessages>>(m, "CudaMessages")
-      .def_static("loopback", &loopback, py::arg("shared"), py::arg("rank"), py::arg("device"),
-                  py::arg("timeout"))
-      .def_static("host", &by_host, py::arg("carrier"), py::arg("device"), py::arg("timeout"))
-      .def_static("nccl_id", &nccl_id, py::arg("search"))
-      .def_static("nccl", &by_nccl, py::arg("id"), py::arg("rank"), py::arg("size"),
-                  py::arg("device"), py::arg("timeout"), py::arg("search"), py::arg("blocking"),
-                  WithoutLock())
-      .def_static("routed", &routed, py::arg("ways"), py::arg("routes"));
+      .def_static("loopback", &loopback)
+      .def_static("host", &by_host)
+      .def_static("nccl_id", &nccl_id)
+      .def_static("nccl", &by_nccl, WithoutLock())
+      .def_static("routed", &routed);
   py::class_<CudaEvent>(m, "CudaEvent")
-      .def(py::init<int>(), py::arg("device"), WithoutLock())
-      .def("record", &CudaEvent::record, py::arg("stream"), WithoutLock())
-      .def("wait", &CudaEvent::wait, py::arg("stream"), WithoutLock())
+      .def(py::init<int>(), WithoutLock())
+      .def("record", &CudaEvent::record, WithoutLock())
+      .def("wait", &CudaEvent::wait, WithoutLock())
       .def("done", &CudaEvent::done, WithoutLock());
   py::class_<CudaStream>(m, "CudaStream")
-      .def(py::init<int>(), py::arg("device"), WithoutLock())
+      .def(py::init<int>(), WithoutLock())
       .def_property_readonly("handle", &CudaStream::handle);
   py::class_<CudaMemory>(m, "CudaMemory")
-      .def(py::init<int, std::uint64_t>(), py::arg("device"), py::arg("bytes"), WithoutLock())
+      .def(py::init<int, std::uint64_t>(), WithoutLock())
       .def_property_readonly("address", &CudaMemory::address);
   py::class_<CudaFeedback>(m, "CudaFeedback")
-      .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), py::arg("host"), py::arg("device"),
+      .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), WithoutLock())
+      .def("begin_step", on_feedback<&cuda::Feedback::begin_step>, WithoutLock())
+      .def("end_step", on_feedback<&cuda::Feedback::end_step, bool, Address>, WithoutLock())
+      .def("require_finite",
+           on_feedback<&cuda::Feedback::require_finite, Address, std::uint64_t, Address>,
            WithoutLock())
-      .def("begin_step", &CudaFeedback::begin_step, WithoutLock())
-      .def("end_step", &CudaFeedback::end_step, py::arg("keep"), py::arg("stream"), WithoutLock())
-      .def("require_finite", &CudaFeedback::require_finite, py::arg("address"), py::arg("count"),
-           py::arg("stream"), WithoutLock())
-      .def("copy_flags", &CudaFeedback::copy_flags, py::arg("to"), py::arg("stream"), WithoutLock())
-      .def("mask", &CudaFeedback::mask, py::arg("arrays"), py::arg("stream"), WithoutLock())
-      .def("scale", &CudaFeedback::scale, py::arg("factor"), py::arg("loss_scale"),
-           py::arg("after"), WithoutLock())
-      .def("set_loss_scale", &CudaFeedback::set_loss_scale, py::arg("last"), WithoutLock())
-      .def("bring_home", &CudaFeedback::bring_home, WithoutLock())
-      .def("send_back", &CudaFeedback::send_back, WithoutLock())
+      .def("copy_flags", on_feedback<&cuda::Feedback::copy_flags, Address, Address>, WithoutLock())
+      .def("mask", &mask, WithoutLock())
+      .def("scale", on_feedback<&cuda::Feedback::scale, double, Address, Address>, WithoutLock())
+      .def("set_loss_scale", on_feedback<&cuda::Feedback::set_loss_scale, float>, WithoutLock())
+      .def("bring_home", on_feedback<&cuda::Feedback::bring_home>, WithoutLock())
+      .def("send_back", on_feedback<&cuda::Feedback::send_back>, WithoutLock())
       .def_property_readonly("device", &CudaFeedback::device);
   py::class_<Gpu>(m, "Gpu")
       .def(py::init<shared_ptr<Communicator>, shared_ptr<Communicator>, int, CudaMessages&>(),
-           py::arg("users"), py::arg("shadow"), py::arg("device"), py::arg("messages"),
            WithoutLock())
-      .def("run", &Gpu::run, py::arg("request"), py::arg("feedback").none(true), py::arg("stream"),
-           py::arg("timeout"), WithoutLock())
-      .def("finish", &Gpu::finish, py::arg("timeout"), WithoutLock())
-      .def("should_stop", &Gpu::should_stop, WithoutLock())
-      .def("should_resize", &Gpu::should_resize, WithoutLock())
-      .def("set_model", &Gpu::set_model, py::arg("model"))
+      .def("run", &Gpu::run, WithoutLock())
+      .def("finish", on_monitor<&Monitor::finish, double>, WithoutLock())
+      .def(
+          "should_stop", [](const Gpu& self) { return self.monitor()->should_stop(check_signals); },
+          WithoutLock())
+      .def(
+          "should_resize",
+          [](const Gpu& self) { return self.monitor()->should_resize(check_signals); },
+          WithoutLock())
+      .def("set_model", &Gpu::set_model)
       .def("close", &Gpu::close, WithoutLock())
-      .def("abort", &Gpu::abort, py::arg("reason"), WithoutLock())
-      .def("require_alive", &Gpu::require_alive, WithoutLock())
-      .def("require_success", &Gpu::require_success, WithoutLock())
+      .def("abort", &Gpu::abort, WithoutLock())
+      .def("require_alive", on_monitor<&Monitor::require_alive>, WithoutLock())
+      .def("require_success", on_monitor<&Monitor::require_success>, WithoutLock())
       .def_property_readonly("sent", &Gpu::sent)
       .def_property_readonly("messages", &Gpu::messages);
   m.def("gpu_model", &cuda::gpu_model);
-  m.def("cuda_is_captured", &is_captured, py::arg("device"), py::arg("stream"));
-  m.def("cuda_device_of", &device_of, py::arg("address"));
-  m.def("cuda_device_identity", &device_identity, py::arg("device"));
+  m.def("cuda_is_captured", &is_captured);
+  m.def("cuda_device_of", &device_of);
+  m.def("cuda_device_identity", &device_identity);
 }
 
 }  // namespace gradwire::bind

@@ -44,9 +44,8 @@ std::optional<std::pair<int, double>> closed_form(const Schedule& self, const Gr
   return std::pair(shape->rounds, shape->max_sent);
 }
 
-std::vector<std::string> algorithms(const std::string& collective) {
-  const auto names = schedule::algorithms(parse_collective(collective));
-  return {names.begin(), names.end()};
+std::vector<std::string_view> algorithms(const std::string& collective) {
+  return schedule::algorithms(parse_collective(collective));
 }
 
 void bind_edge(py::module_& m) {
@@ -80,25 +79,22 @@ void bind_schedule(py::module_& m) {
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
       .def_static("generate", &generate, py::arg("collective"), py::arg("algorithm"),
                   py::arg("ranks"), py::arg("root") = 0, py::arg("groups") = Groups{})
-      .def_static(
-          "parse", [](const std::string& text) { return schedule::parse_schedule(text); },
-          py::arg("text"))
-      .def_static("from_edges", &from_edges, py::arg("collective"), py::arg("name"),
-                  py::arg("ranks"), py::arg("chunks"), py::arg("root"), py::arg("edges"))
-      .def_property_readonly(
-          "collective", [](const Schedule& self) { return std::string(name_of(self.collective)); })
+      .def_static("parse", &schedule::parse_schedule)
+      .def_static("from_edges", &from_edges)
+      .def_property_readonly("collective",
+                             [](const Schedule& self) { return name_of(self.collective); })
       .def_readonly("name", &Schedule::name)
       .def_readonly("ranks", &Schedule::ranks)
       .def_readonly("chunks", &Schedule::chunks)
       .def_readonly("root", &Schedule::root)
       .def_readonly("rounds", &Schedule::rounds)
-      .def("to_text", [](const Schedule& self) { return schedule::to_text(self); })
-      .def("verify", [](const Schedule& self) { return schedule::verify(self); })
+      .def("to_text", &schedule::to_text)
+      .def("verify", &schedule::verify)
       .def("closed_form", &closed_form, py::arg("groups") = Groups{})
       .def(
           "__eq__", [](const Schedule& self, const Schedule& other) { return self == other; },
           py::is_operator());
-  m.def("algorithms", &algorithms, py::arg("collective"));
+  m.def("algorithms", &algorithms);
 }
 
 }  // namespace gradwire::bind

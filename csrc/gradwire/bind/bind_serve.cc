@@ -56,13 +56,8 @@ class OwnedHere {
   std::unique_ptr<Owned> owned_;
 };
 
-struct ServeChannel {
-  OwnedHere<Channel> channel;
-};
-
-struct ServeServer {
-  OwnedHere<Server> server;
-};
+using ServeChannel = OwnedHere<Channel>;
+using ServeServer = OwnedHere<Server>;
 
 // Holds the memory of calls that are not over, which the client's thread reads and writes: so it is
 // declared first, and released last.
@@ -70,12 +65,18 @@ struct ServeClient {
   std::vector<std::pair<shared_ptr<ClientCall>, py::object>> held{};
   OwnedHere<Client> client;
 
+  Client& get() const { return client.get(); }
   shared_ptr<ClientCall> keep(shared_ptr<ClientCall> call, py::object memory) {
     std::erase_if(held, [](const auto& each) { return each.first->work().done(); });
     held.emplace_back(call, std::move(memory));
     return call;
   }
 };
+
+// A method that takes a WaitLimit, as one that takes seconds.
+template <typename Handle, auto kMethod>
+constexpr auto within =
+    [](Handle& self, double timeout) { return (self.get().*kMethod)(limit_of(timeout)); };
 
 template <typename Spans, typename Float>
 Spans spans_of(const Addresses& addresses) {
@@ -117,13 +118,9 @@ py::array_t<float> array_of(std::vector<float> values) {
 py::dict dict_of(Snapshot snapshot) {
   py::dict slots;
   for (auto& slot : snapshot.arrays) slots[py::str(slot.name)] = array_of(std::move(slot.values));
-  py::dict out;
-  out["table"] = snapshot.table;
-  out["shard"] = snapshot.shard;
-  out["version"] = snapshot.version;
-  out["steps"] = snapshot.steps;
-  out["slots"] = slots;
-  return out;
+  return py::dict(py::arg("table") = snapshot.table, py::arg("shard") = snapshot.shard,
+                  py::arg("version") = snapshot.version, py::arg("steps") = snapshot.steps,
+                  py::arg("slots") = slots);
 }
 
 using Slots = std::vector<std::pair<std::string, py::array_t<float, py::array::c_style>>>;
@@ -138,7 +135,7 @@ Snapshot snapshot_of(std::string table, std::uint32_t shard, std::uint64_t versi
 
 std::unique_ptr<ServeServer> started(std::unique_ptr<Server> server) {
   server->start();
-  return std::make_unique<ServeServer>(ServeServer{OwnedHere(std::move(server))});
+  return std::make_unique<ServeServer>(std::move(server));
 }
 
 Server::Options options_of(std::uint32_t shard, std::uint32_t shards, bool log) {
@@ -149,9 +146,9 @@ void admit(ServeServer& self, const std::string& transport, Context context, int
            std::shared_ptr<crypto::Seal> seal, const std::string& name, ClientId client,
            double timeout) {
   transport::Connection connection(UniqueFd(fd), std::move(seal));
-  self.server.get().admit(Channel::make(End::kServer, transport, std::move(context),
-                                        std::move(connection), name, limit_of(timeout)),
-                          client);
+  self.get().admit(Channel::make(End::kServer, transport, std::move(context), std::move(connection),
+                                 name, limit_of(timeout)),
+                   client);
 }
 
 void bind_server(py::module_& m) {
@@ -171,45 +168,28 @@ void bind_server(py::module_& m) {
           },
           py::arg("table"), py::arg("shard"), py::arg("version"), py::arg("steps"),
           py::arg("slots"), py::arg("log") = true)
-      .def("admit", &admit, py::arg("transport"), py::arg("context"), py::arg("fd"),
-           py::arg("seal"), py::arg("name"), py::arg("client"), py::arg("timeout"), WithoutLock())
-      .def(
-          "snapshot",
-          [](ServeServer& self, double timeout) {
-            Snapshot snapshot;
-            {
-              const Unlocked unlocked;
-              snapshot = self.server.get().snapshot(limit_of(timeout));
-            }
-            return dict_of(std::move(snapshot));
-          },
-          py::arg("timeout"))
-      .def(
-          "snapshot_wanted",
-          [](ServeServer& self, double seconds) {
-            return self.server.get().snapshot_wanted(seconds);
-          },
-          py::arg("seconds"), WithoutLock())
-      .def(
-          "snapshot_written",
-          [](ServeServer& self, std::uint64_t ticket, const std::string& error) {
-            self.server.get().snapshot_written(ticket, error);
-          },
-          py::arg("ticket"), py::arg("error"))
-      .def(
-          "statistics",
-          [](ServeServer& self, double timeout) {
-            return self.server.get().statistics(limit_of(timeout));
-          },
-          py::arg("timeout"), WithoutLock())
+      .def("admit", &admit, WithoutLock())
+      .def("snapshot",
+           [](ServeServer& self, double timeout) {
+             Snapshot snapshot;
+             {
+               const Unlocked unlocked;
+               snapshot = self.get().snapshot(limit_of(timeout));
+             }
+             return dict_of(std::move(snapshot));
+           })
+      .def("snapshot_wanted", on<ServeServer, &Server::snapshot_wanted, double>, WithoutLock())
+      .def("snapshot_written",
+           on<ServeServer, &Server::snapshot_written, std::uint64_t, const std::string&>)
+      .def("statistics", within<ServeServer, &Server::statistics>, WithoutLock())
       .def(
           "census",
           [](ServeServer& self, double timeout) {
-            const Server::Census census = self.server.get().census(limit_of(timeout));
+            const Server::Census census = self.get().census(limit_of(timeout));
             return std::tuple(census.joined, census.admitted, census.has_values);
           },
-          py::arg("timeout"), WithoutLock())
-      .def("stop", [](ServeServer& self) { self.server.get().stop(); }, WithoutLock());
+          WithoutLock())
+      .def("stop", on<ServeServer, &Server::stop>, WithoutLock());
 }
 
 Op parse_question(const std::string& name) {
@@ -275,15 +255,15 @@ shared_ptr<ClientCall> push(ServeClient& self, const Addresses& gradients,
       const auto [batch, replica, sequence] = *staged;
       options.staged = {batch, {replica, sequence}};
     }
-    call = self.client.get().push(spans_of<Gradients, const float>(gradients), options, limit,
-                                  Deadline::after(timeout));
+    call = self.get().push(spans_of<Gradients, const float>(gradients), options, limit,
+                           Deadline::after(timeout));
   }
   return call->copied() ? call : self.keep(std::move(call), std::move(memory));
 }
 
 // Returns whether the call was over within `seconds`.
 bool wait(ServeClient& self, const ClientCall& call, double seconds) {
-  self.client.get();  // throws in a fork, where no thread would end the call
+  self.get();  // throws in a fork, where no thread would end the call
   const Unlocked unlocked;
   const WaitLimit limit = limit_of(seconds);
   while (!call.work().wait_for(1e-3 * limit.turn_milliseconds())) {
@@ -297,7 +277,7 @@ bool wait(ServeClient& self, const ClientCall& call, double seconds) {
 std::unique_ptr<ServeClient> make_client(const std::string& table, ClientId id,
                                          const std::vector<ServeChannel*>& shards) {
   std::vector<std::unique_ptr<Channel>> channels;
-  for (ServeChannel* each : shards) channels.push_back(each->channel.take());
+  for (ServeChannel* each : shards) channels.push_back(each->take());
   auto client = std::make_unique<Client>(ParameterTable::parse(table), id, std::move(channels));
   client->start();
   return std::make_unique<ServeClient>(ServeClient{.client = OwnedHere(std::move(client))});
@@ -312,57 +292,45 @@ void bind_client(py::module_& m) {
       .def("refusals", &ClientCall::refusals)
       .def("copied", &ClientCall::copied);
   py::class_<ServeClient>(m, "ServeClient")
-      .def(py::init(&make_client), py::arg("table"), py::arg("client"), py::arg("shards"))
+      .def(py::init(&make_client))
       .def(
           "join",
           [](ServeClient& self, double timeout, bool coordinator) {
-            return self.client.get().join(Deadline::after(timeout), coordinator
-                                                                        ? ClientRole::kCoordinator
-                                                                        : ClientRole::kReplica);
+            return self.get().join(Deadline::after(timeout),
+                                   coordinator ? ClientRole::kCoordinator : ClientRole::kReplica);
           },
           py::arg("timeout"), py::arg("coordinator") = false)
-      .def(
-          "set",
-          [](ServeClient& self, const Addresses& values, double timeout, py::object memory) {
-            return self.keep(self.client.get().set(spans_of<Gradients, const float>(values),
-                                                   Deadline::after(timeout)),
-                             std::move(memory));
-          },
-          py::arg("values"), py::arg("timeout"), py::arg("memory"))
+      .def("set",
+           [](ServeClient& self, const Addresses& values, double timeout, py::object memory) {
+             return self.keep(
+                 self.get().set(spans_of<Gradients, const float>(values), Deadline::after(timeout)),
+                 std::move(memory));
+           })
       .def("push", &push, py::arg("gradients"), py::arg("codecs"), py::arg("feedback"),
            py::arg("rate"), py::arg("strict"), py::arg("timeout"), py::arg("memory"),
            py::arg("versions") = std::vector<std::uint64_t>(), py::arg("staged") = py::none())
-      .def(
-          "pull",
-          [](ServeClient& self, const Addresses& values, const std::string& codec, double timeout,
-             py::object memory) {
-            return self.keep(self.client.get().pull(spans_of<Values, float>(values), codec,
-                                                    Deadline::after(timeout)),
-                             std::move(memory));
-          },
-          py::arg("values"), py::arg("codec"), py::arg("timeout"), py::arg("memory"))
-      .def(
-          "ask",
-          [](ServeClient& self, const std::string& what, std::uint64_t version, double timeout) {
-            return self.client.get().ask(parse_question(what), version, Deadline::after(timeout));
-          },
-          py::arg("what"), py::arg("version"), py::arg("timeout"))
-      .def(
-          "command",
-          [](ServeClient& self, const std::vector<py::tuple>& commands, double timeout) {
-            std::vector<Command> given;
-            for (const py::tuple& each : commands) given.push_back(command_of(each));
-            return self.client.get().ask(given, Deadline::after(timeout));
-          },
-          py::arg("commands"), py::arg("timeout"))
-      .def("wait", &wait, py::arg("call"), py::arg("seconds"))
-      .def("versions", [](ServeClient& self) { return self.client.get().versions(); })
-      .def("merged", [](ServeClient& self) { return self.client.get().merged(); })
-      .def("stale", [](ServeClient& self) { return self.client.get().stale(); })
-      .def(
-          "close",
-          [](ServeClient& self, double timeout) { self.client.get().close(limit_of(timeout)); },
-          py::arg("timeout"), WithoutLock());
+      .def("pull",
+           [](ServeClient& self, const Addresses& values, const std::string& codec, double timeout,
+              py::object memory) {
+             return self.keep(
+                 self.get().pull(spans_of<Values, float>(values), codec, Deadline::after(timeout)),
+                 std::move(memory));
+           })
+      .def("ask",
+           [](ServeClient& self, const std::string& what, std::uint64_t version, double timeout) {
+             return self.get().ask(parse_question(what), version, Deadline::after(timeout));
+           })
+      .def("command",
+           [](ServeClient& self, const std::vector<py::tuple>& commands, double timeout) {
+             std::vector<Command> given;
+             for (const py::tuple& each : commands) given.push_back(command_of(each));
+             return self.get().ask(given, Deadline::after(timeout));
+           })
+      .def("wait", &wait)
+      .def("versions", on<ServeClient, &Client::versions>)
+      .def("merged", on<ServeClient, &Client::merged>)
+      .def("stale", on<ServeClient, &Client::stale>)
+      .def("close", within<ServeClient, &Client::close>, WithoutLock());
 }
 
 void bind_all(py::module_& m) {
@@ -372,17 +340,15 @@ void bind_all(py::module_& m) {
         py::arg("shards"), py::arg("atomic_push"), py::arg("divide"), py::arg("max_staleness"),
         py::arg("dtype") = "float32");
   py::class_<ServeChannel>(m, "ServeChannel")
-      .def(
-          py::init([](const std::string& transport, Context context, int fd,
-                      std::shared_ptr<crypto::Seal> seal, const std::string& peer, double timeout) {
-            transport::Connection connection(UniqueFd(fd), std::move(seal));
-            const Unlocked unlocked;
-            return std::make_unique<ServeChannel>(ServeChannel{
-                OwnedHere(Channel::make(End::kClient, transport, std::move(context),
-                                        std::move(connection), peer, limit_of(timeout)))});
-          }),
-          py::arg("transport"), py::arg("context"), py::arg("fd"), py::arg("seal"), py::arg("peer"),
-          py::arg("timeout"));
+      .def(py::init([](const std::string& transport, Context context, int fd,
+                       std::shared_ptr<crypto::Seal> seal, const std::string& peer,
+                       double timeout) {
+        transport::Connection connection(UniqueFd(fd), std::move(seal));
+        const Unlocked unlocked;
+        return std::make_unique<ServeChannel>(
+            ServeChannel{OwnedHere(Channel::make(End::kClient, transport, std::move(context),
+                                                 std::move(connection), peer, limit_of(timeout)))});
+      }));
   bind_server(m);
   bind_client(m);
 }

@@ -10,41 +10,25 @@ namespace gradwire::bind {
 namespace {
 
 const char* name_of(exec::Activity activity) {
-  switch (activity) {
-    case exec::Activity::kCall:
-      return "call";
-    case exec::Activity::kSend:
-      return "send";
-    case exec::Activity::kReceive:
-      return "receive";
-    case exec::Activity::kFailed:
-      return "failed";
-    case exec::Activity::kOutside:
-      break;
-  }
-  return "outside";
+  using exec::Activity;
+  return activity == Activity::kCall      ? "call"
+         : activity == Activity::kSend    ? "send"
+         : activity == Activity::kReceive ? "receive"
+         : activity == Activity::kFailed  ? "failed"
+                                          : "outside";
 }
 
 py::dict as_dict(const exec::RankStatus& rank) {
   const exec::StatusPage& page = rank.page;
-  py::dict out;
-  out["pid"] = rank.pid;
-  out["state"] = std::string(1, rank.state);
-  out["job"] = page.job.data();
-  out["tag"] = page.tag;
-  out["communicator"] = page.communicator;
-  out["rank"] = page.rank;
-  out["size"] = page.size;
-  out["local_size"] = page.local_size;
-  out["about"] = page.about.data();
-  out["activity"] = name_of(page.activity());
-  out["seconds"] = rank.seconds();
-  out["calls"] = page.current.calls;
-  out["operation"] = exec::operation_of(page);
-  out["spec"] = page.spec();
-  out["peer"] = page.peer();
-  out["sentence"] = exec::describe(rank);
-  return out;
+  return py::dict(py::arg("pid") = rank.pid, py::arg("state") = std::string(1, rank.state),
+                  py::arg("job") = page.job.data(), py::arg("tag") = page.tag,
+                  py::arg("communicator") = page.communicator, py::arg("rank") = page.rank,
+                  py::arg("size") = page.size, py::arg("local_size") = page.local_size,
+                  py::arg("about") = page.about.data(),
+                  py::arg("activity") = name_of(page.activity()),
+                  py::arg("seconds") = rank.seconds(), py::arg("calls") = page.current.calls,
+                  py::arg("operation") = exec::operation_of(page), py::arg("spec") = page.spec(),
+                  py::arg("peer") = page.peer(), py::arg("sentence") = exec::describe(rank));
 }
 
 std::vector<py::dict> ranks_on_this_host() {

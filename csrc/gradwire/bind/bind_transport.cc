@@ -12,20 +12,12 @@ using transport::TransportKind;
 
 namespace {
 
-using Texts = std::vector<std::string>;
-
 std::string_view reach_of(const TransportKind& kind) {
-  switch (kind.reach) {
-    case transport::Reach::kProcess:
-      return "process";
-    case transport::Reach::kHost:
-      return "host";
-    case transport::Reach::kNetwork:
-      return "network";
-    case transport::Reach::kAll:
-      return "all";
-  }
-  return "";
+  using transport::Reach;
+  return kind.reach == Reach::kProcess   ? "process"
+         : kind.reach == Reach::kHost    ? "host"
+         : kind.reach == Reach::kNetwork ? "network"
+                                         : "all";
 }
 
 // Returns the fields of Python's TransportKind, in its order.
@@ -43,10 +35,9 @@ std::vector<py::tuple> kinds() {
   return all;
 }
 
-std::pair<std::shared_ptr<TransportContext>, std::string> open(
-    const std::string& name, const transport::Settings& settings) {
+auto open(const std::string& name, const transport::Settings& settings) {
   transport::OpenedTransport opened = transport::open_transport(name, settings);
-  return {std::move(opened.context), std::move(opened.why_not)};
+  return std::pair(std::move(opened.context), std::move(opened.why_not));
 }
 
 }  // namespace
@@ -54,9 +45,9 @@ std::pair<std::shared_ptr<TransportContext>, std::string> open(
 void bind_transport(py::module_& m) {
   py::class_<TransportContext, std::shared_ptr<TransportContext>>(m, "TransportContext")
       .def("describe", &TransportContext::describe)
-      .def("networks", &TransportContext::networks, py::arg("only"));
+      .def("networks", &TransportContext::networks);
   m.def("transport_kinds", &kinds);
-  m.def("open_transport", &open, py::arg("name"), py::arg("settings"));
+  m.def("open_transport", &open);
 }
 
 }  // namespace gradwire::bind

@@ -113,9 +113,8 @@ void CallCache::run(const CachedCall& cached, std::byte* data) {
 
 void bind_call_cache(py::module_& m) {
   py::class_<CallCache, std::shared_ptr<CallCache>>(m, "CallCache")
-      .def(py::init<py::object, py::object>(), py::arg("communicator"), py::arg("unfinished"))
-      .def("add", &CallCache::add, py::arg("method"), py::arg("array"), py::arg("options"),
-           py::arg("request"), py::arg("timeout"))
+      .def(py::init<py::object, py::object>())
+      .def("add", &CallCache::add)
       .def_property_readonly(
           "capsule", [](const std::shared_ptr<CallCache>& self) { return as_capsule(self); });
   bind_fast_path_method(m);

@@ -8,6 +8,8 @@ namespace gradwire::bind {
 
 // A codec as Python holds it: pybind11 keeps no pointers to const.
 struct Codec {
+  const codec::Codec& get() const { return *value; }
+
   std::shared_ptr<const codec::Codec> value;
 };
 

@@ -88,55 +88,47 @@ const cuda::Api& cuda_api() {
 }
 
 bool is_captured(int device, std::uintptr_t stream) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device);
-  return cuda::capture_of(api, stream_of(stream)) != 0;
+  const OnGpu gpu(device);
+  return cuda::capture_of(gpu.api, stream_of(stream)) != 0;
 }
 
 void end_on(int device, const std::function<void()>& end) noexcept {
   if (is_cuda_elsewhere()) return;
   const Unlocked unlocked;
   try {
-    const cuda::OnDevice here(cuda_api(), device);
+    const OnGpu here(device);
     end();
   } catch (const Error&) {  // the program ends, and CUDA has ended before it
   }
 }
 
-// ---- What Python holds -------------------------------------------------------------------------
-
 CudaEvent::CudaEvent(int device) : device_(device) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  event_ = std::make_unique<cuda::OwnedEvent>(api);
+  const OnGpu gpu(device_);
+  event_ = std::make_unique<cuda::OwnedEvent>(gpu.api);
 }
 
 CudaEvent::~CudaEvent() { end_on(device_, event_); }
 
 void CudaEvent::record(std::uintptr_t stream) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  cuda::check(api, api.record(event_->get(), stream_of(stream)), "cudaEventRecord");
+  const OnGpu gpu(device_);
+  cuda::check(gpu.api, gpu.api.record(event_->get(), stream_of(stream)), "cudaEventRecord");
 }
 
 void CudaEvent::wait(std::uintptr_t stream) const {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  cuda::check(api, api.wait(stream_of(stream), event_->get()), "cudaStreamWaitEvent");
+  const OnGpu gpu(device_);
+  cuda::check(gpu.api, gpu.api.wait(stream_of(stream), event_->get()), "cudaStreamWaitEvent");
 }
 
 bool CudaEvent::done() const {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
+  const OnGpu gpu(device_);
   int found = 0;
-  cuda::check(api, api.query(event_->get(), &found), "cudaEventQuery");
+  cuda::check(gpu.api, gpu.api.query(event_->get(), &found), "cudaEventQuery");
   return found != 0;
 }
 
 CudaStream::CudaStream(int device) : device_(device) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  stream_ = StreamPool::get().take(api, device_);
+  const OnGpu gpu(device_);
+  stream_ = StreamPool::get().take(gpu.api, device_);
 }
 
 CudaStream::~CudaStream() {
@@ -144,12 +136,12 @@ CudaStream::~CudaStream() {
 }
 
 CudaMemory::CudaMemory(int device, std::uint64_t bytes) : device_(device) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  memory_ = std::make_unique<cuda::Room>(api);
-  cuda::check(api, api.fill(memory_->take(std::max<std::uint64_t>(1, bytes)), 0, bytes, nullptr),
+  const OnGpu gpu(device_);
+  memory_ = std::make_unique<cuda::Room>(gpu.api);
+  cuda::check(gpu.api,
+              gpu.api.fill(memory_->take(std::max<std::uint64_t>(1, bytes)), 0, bytes, nullptr),
               "cudaMemsetAsync");
-  cuda::await_device(api, device_);
+  cuda::await_device(gpu.api, device_);
 }
 
 CudaMemory::~CudaMemory() {
@@ -163,59 +155,10 @@ CudaMemory::~CudaMemory() {
 
 CudaFeedback::CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device)
     : device_(device) {
-  const cuda::Api& api = cuda_api();
-  const cuda::OnDevice here(api, device_);
-  own_ = std::make_unique<cuda::Feedback>(api, std::move(host));
+  const OnGpu gpu(device_);
+  own_ = std::make_unique<cuda::Feedback>(gpu.api, std::move(host));
 }
 
 CudaFeedback::~CudaFeedback() { end_on(device_, own_); }
-
-void CudaFeedback::begin_step() {
-  with([](cuda::Feedback& own) { own.begin_step(); });
-}
-
-void CudaFeedback::end_step(bool keep, std::uintptr_t stream) {
-  with([&](cuda::Feedback& own) { own.end_step(keep, stream_of(stream)); });
-}
-
-void CudaFeedback::require_finite(std::uintptr_t address, std::uint64_t count,
-                                  std::uintptr_t stream) {
-  with([&](cuda::Feedback& own) {
-    own.require_finite(reinterpret_cast<const float*>(address), count, stream_of(stream));
-  });
-}
-
-void CudaFeedback::copy_flags(std::uintptr_t to, std::uintptr_t stream) {
-  with([&](cuda::Feedback& own) {
-    own.copy_flags(reinterpret_cast<std::uint32_t*>(to), stream_of(stream));
-  });
-}
-
-void CudaFeedback::mask(const Arrays& arrays, std::uintptr_t stream) {
-  std::vector<cuda::Feedback::Masked> given;
-  for (const auto& [key, address, count] : arrays)
-    given.push_back({key, reinterpret_cast<float*>(address), count});
-  with([&](cuda::Feedback& own) { own.mask(given, stream_of(stream)); });
-}
-
-bool CudaFeedback::scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after) {
-  bool done = false;
-  with([&](cuda::Feedback& own) {
-    done = own.scale(factor, reinterpret_cast<const float*>(loss_scale), stream_of(after));
-  });
-  return done;
-}
-
-void CudaFeedback::set_loss_scale(float last) {
-  with([&](cuda::Feedback& own) { own.set_loss_scale(last); });
-}
-
-void CudaFeedback::bring_home() {
-  with([](cuda::Feedback& own) { own.bring_home(); });
-}
-
-void CudaFeedback::send_back() {
-  with([](cuda::Feedback& own) { own.send_back(); });
-}
 
 }  // namespace gradwire::bind

@@ -6,9 +6,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <tuple>
-#include <vector>
 
 #include "gradwire/codec/feedback/feedback.h"
 #include "gradwire/cuda/gpu_feedback.h"
@@ -19,6 +16,14 @@ namespace gradwire::bind {
 const cuda::Api& cuda_api();
 // Returns whether this is such a fork, where destructors must leave CUDA alone.
 bool is_cuda_elsewhere() noexcept;
+
+// Makes a device this thread's for as long as it lives. Throws as cuda_api() does.
+struct OnGpu {
+  explicit OnGpu(int device) : on_device(api, device) {}
+
+  const cuda::Api& api = cuda_api();
+  cuda::OnDevice on_device;
+};
 
 inline cuda::Stream stream_of(std::uintptr_t handle) {
   return reinterpret_cast<cuda::Stream>(handle);
@@ -97,25 +102,13 @@ class CudaFeedback {
   CudaFeedback& operator=(const CudaFeedback&) = delete;
 
   int device() const noexcept { return device_; }
-  void begin_step();
-  void end_step(bool keep, std::uintptr_t stream);
-  void require_finite(std::uintptr_t address, std::uint64_t count, std::uintptr_t stream);
-  void copy_flags(std::uintptr_t to, std::uintptr_t stream);
-  // Key, address and number of elements of each array.
-  using Arrays = std::vector<std::tuple<std::string, std::uintptr_t, std::uint64_t>>;
-  void mask(const Arrays& arrays, std::uintptr_t stream);
-  // Returns false where residuals must come home for it.
-  bool scale(double factor, std::uintptr_t loss_scale, std::uintptr_t after);
-  void set_loss_scale(float last);
-  void bring_home();
-  void send_back();
 
-  // Calls body(feedback) while nobody else uses the feedback.
+  // Returns body(feedback), which it calls on the device while nobody else uses the feedback.
   template <typename Body>
-  void with(Body body) {
-    const cuda::OnDevice here(cuda_api(), device_);
+  auto with(Body body) {
+    const OnGpu here(device_);
     const std::lock_guard lock(mutex_);
-    body(*own_);
+    return body(*own_);
   }
 
  private:

@@ -64,15 +64,10 @@ void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t str
   feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
 }
 
-void Gpu::finish(double timeout) { parts()->monitor->finish(timeout); }
-
-bool Gpu::should_stop() { return parts()->monitor->should_stop(check_signals); }
-
-bool Gpu::should_resize() { return parts()->monitor->should_resize(check_signals); }
-
-void Gpu::require_alive() const { parts()->monitor->require_alive(); }
-
-void Gpu::require_success() { parts()->monitor->require_success(); }
+std::shared_ptr<cuda::GpuFaultMonitor> Gpu::monitor() const {
+  const auto held = parts();
+  return {held, held->monitor.get()};
+}
 
 void Gpu::abort(const std::string& reason) noexcept {
   if (is_cuda_elsewhere()) return;

@@ -34,14 +34,11 @@ class Gpu {
   // Any thread may call all of these, even while close() is under way. In a fork calls throw
   // Aborted, and abort() and close() do nothing.
   void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
-  void finish(double timeout);
-  bool should_stop();
-  bool should_resize();
   // Before the first call.
   void set_model(const schedule::CostModel& model);
   void abort(const std::string& reason) noexcept;
-  void require_alive() const;
-  void require_success();
+  // Returns what watches the calls, and keeps it alive. Throws Aborted once this is closed.
+  std::shared_ptr<cuda::GpuFaultMonitor> monitor() const;
   std::uint64_t sent() const;
   std::string messages() const { return messages_; }
   // Releases everything. What is enqueued must be over, or have failed. Later calls throw Aborted.

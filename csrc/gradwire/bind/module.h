@@ -5,10 +5,16 @@
 #include <pybind11/pybind11.h>
 
 #include <optional>
+#include <utility>
 
 namespace gradwire::bind {
 
 namespace py = pybind11;
+
+// A method of what a handle refers to, as a method of the handle.
+template <typename Handle, auto kMethod, typename... Args>
+constexpr auto on =
+    [](Handle& self, Args... args) { return (self.get().*kMethod)(std::forward<Args>(args)...); };
 
 // Gives up the GIL for as long as it lives.
 class Unlocked {
