@@ -1,7 +1,8 @@
-// The inner loops of the codecs that work block by block: int8.cc and onebit.cc define what they
-// compute.
+// The inner loops of the codecs that work block by block: int8.cc, onebit.cc, threshold.cc and
+// topk.cc define what they compute.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -61,6 +62,23 @@ struct OneBitKernels {
   // the mask.
   std::size_t (*read_runs)(const std::byte* in, std::size_t available, std::size_t n,
                            std::byte* mask) noexcept;
+};
+
+inline constexpr std::size_t kSparseUnit = 32768;  // elements; codec/sparse.h says why so many
+
+using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // one bit per element
+
+struct SparseKernels {
+  // Finds the elements to send among up to kSparseUnit elements v = x + residual (may be null). Bit
+  // i of hits says whether |v_i| is at least tau, or is NaN. error, which may be null or residual,
+  // becomes v − copysign(tau, v) at the hits, with the sign of v where it is 0, and v elsewhere.
+  // Returns the largest |v|, as its bits. Writes 32 bits of the mask at a time. tau > 0.
+  std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
+                             std::uint64_t* hits, float* error) noexcept;
+  // Does the same, but writes v, to memory that may be null or residual, in place of error; tau >=
+  // 0.
+  std::uint32_t (*filter)(const float* x, const float* residual, float tau, std::size_t n,
+                          std::uint64_t* hits, float* v) noexcept;
 };
 
 }  // namespace gradwire::codec

@@ -13,20 +13,13 @@ namespace {
 
 class Cast final : public Codec {
  public:
-  Cast(std::string name, CastKernels Kernels::* cast, float scale)
-      : name_(std::move(name)), cast_(cast), scale_(scale) {}
+  Cast(const std::string& name, Definition::Kind kind, CastKernels Kernels::* cast, float scale)
+      : Codec({.name = name,
+               .definition = {.kind = kind, .scale = scale},
+               .seconds_per_byte = {5e-11, 5e-11}}),
+        cast_(cast),
+        scale_(scale) {}
 
-  std::string name() const override { return name_; }
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = cast_ == &Kernels::fp16 ? Definition::Kind::kFp16 : Definition::Kind::kBf16;
-    made.scale = scale_;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kReencode; }
-  SecondsPerByte seconds_per_byte() const noexcept override { return {5e-11, 5e-11}; }
-  bool biased() const noexcept override { return false; }
-  std::size_t unit() const noexcept override { return 1; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }
 
   std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
@@ -47,7 +40,6 @@ class Cast final : public Codec {
   }
 
  private:
-  std::string name_;
   CastKernels Kernels::* cast_;
   float scale_;
 };
@@ -67,11 +59,12 @@ std::shared_ptr<const Codec> make_fp16(Parameters& parameters) {
   const double scale = parameters.number("scale", 1);
   check_scale(scale);
   const std::string name = scale == 1 ? "fp16" : "fp16:scale=" + shortest(scale);
-  return std::make_shared<Cast>(name, &Kernels::fp16, static_cast<float>(scale));
+  return std::make_shared<Cast>(name, Definition::Kind::kFp16, &Kernels::fp16,
+                                static_cast<float>(scale));
 }
 
 std::shared_ptr<const Codec> make_bf16(Parameters&) {
-  return std::make_shared<Cast>("bf16", &Kernels::bf16, 1.0F);
+  return std::make_shared<Cast>("bf16", Definition::Kind::kBf16, &Kernels::bf16, 1.0F);
 }
 
 }  // namespace gradwire::codec

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gradwire/base/types.h"
@@ -104,30 +105,37 @@ struct Decoded {
   bool finite = true;     // whether this payload stands for neither NaN nor Inf
 };
 
+// What is fixed when a codec is made.
+struct Properties {
+  std::string name;  // canonical, with parameters: make_codec(name)->name() == name
+  Definition definition;
+  Combine combine = Combine::kReencode;
+  bool biased = false;     // whether losses do not average out without error feedback
+  std::size_t block = 1;   // elements that are encoded together: spans are cut only at its
+                           // multiples, counted from the start of each array
+  bool fixed_size = true;  // whether n elements always take max_bytes(n)
+  SecondsPerByte seconds_per_byte{};
+};
+
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Returns the canonical name, with parameters: make_codec(name())->name() == name().
-  virtual std::string name() const = 0;
-  virtual Definition definition() const noexcept { return {}; }
-  virtual Combine combine() const noexcept = 0;
-  // Returns whether losses do not average out without error feedback.
-  virtual bool biased() const noexcept = 0;
+  const std::string& name() const noexcept { return properties_.name; }
+  const Definition& definition() const noexcept { return properties_.definition; }
+  Combine combine() const noexcept { return properties_.combine; }
+  bool biased() const noexcept { return properties_.biased; }
+  std::size_t unit() const noexcept { return properties_.block; }
+  bool fixed_size() const noexcept { return properties_.fixed_size; }
+  const SecondsPerByte& seconds_per_byte() const noexcept { return properties_.seconds_per_byte; }
   // Returns whether an all_reduce of so many ranks should gather payloads rather than encode sums
   // anew.
   virtual bool gathers(int /*ranks*/) const noexcept { return false; }
-  // Returns a number of elements. Runs are cut only at its multiples, counted from the start of
-  // each extent.
-  virtual std::size_t unit() const noexcept = 0;
-  // Returns the most bytes that encode() writes for n elements; exactly that many when
-  // fixed_size().
+  // Returns the most bytes that encode() writes for n elements.
   virtual std::size_t max_bytes(std::size_t n) const noexcept = 0;
   // Returns about how many bytes that are where few values are exactly 0: what calls are taken to
   // cost.
   virtual std::size_t usual_bytes(std::size_t n) const noexcept { return max_bytes(n); }
-  virtual bool fixed_size() const noexcept { return true; }
-  virtual SecondsPerByte seconds_per_byte() const noexcept { return {}; }
 
   // Adapt the state: prepare() comes before the first encode() of a call, with the whole extent as
   // this rank passed it, and adapt() after the last. The defaults adapt nothing.
@@ -149,6 +157,12 @@ class Codec {
   // y := the sum of all payloads in their order, each of which must be consumed whole. Returns
   // `finite` of all and `bytes` of the first. The default decodes the first and adds the others.
   virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
+
+ protected:
+  explicit Codec(Properties properties) : properties_(std::move(properties)) {}
+
+ private:
+  const Properties properties_;
 };
 
 // Treats values that are not finite, in a finished sum that nobody encodes, as the codec's encoder

@@ -20,22 +20,18 @@ namespace {
 
 class Int8 final : public Codec {
  public:
-  Int8(std::string name, std::size_t block, bool stochastic, std::uint64_t seed)
-      : name_(std::move(name)), block_(block), stochastic_(stochastic), seed_(seed) {}
+  Int8(const std::string& name, std::size_t block, bool stochastic, std::uint64_t seed)
+      : Codec({.name = name,
+               .definition = {.kind = Definition::Kind::kInt8,
+                              .block = block,
+                              .stochastic = stochastic,
+                              .seed = seed},
+               .block = block,
+               .seconds_per_byte = {7e-11, 5e-11}}),
+        block_(block),
+        stochastic_(stochastic),
+        seed_(seed) {}
 
-  std::string name() const override { return name_; }
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = Definition::Kind::kInt8;
-    made.block = block_;
-    made.stochastic = stochastic_;
-    made.seed = seed_;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kReencode; }
-  SecondsPerByte seconds_per_byte() const noexcept override { return {7e-11, 5e-11}; }
-  bool biased() const noexcept override { return false; }
-  std::size_t unit() const noexcept override { return block_; }
   std::size_t max_bytes(std::size_t n) const noexcept override {
     return Int8Kernels::bytes(n, block_);
   }
@@ -60,7 +56,6 @@ class Int8 final : public Codec {
   }
 
  private:
-  std::string name_;
   std::size_t block_;
   bool stochastic_;
   std::uint64_t seed_;

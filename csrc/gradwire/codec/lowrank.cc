@@ -65,14 +65,14 @@ void subtract(double* a, double times, const double* b, std::size_t n) {
 
 }  // namespace
 
-LowRank::LowRank(std::size_t rank) : rank_(rank) {
+LowRank::LowRank(std::size_t rank)
+    : Codec({.name = rank == kDefaultRank ? "lowrank" : "lowrank:rank=" + std::to_string(rank),
+             .definition = {.kind = Definition::Kind::kLowRank, .rank = rank},
+             .combine = Combine::kCompound,
+             .biased = true}) {
   if (rank >= 1 && rank <= kMostRank) return;
   throw InvalidArgument("codec lowrank: rank=" + std::to_string(rank) + " is not 1 to " +
                         std::to_string(kMostRank));
-}
-
-std::string LowRank::name() const {
-  return rank_ == kDefaultRank ? "lowrank" : "lowrank:rank=" + std::to_string(rank_);
 }
 
 std::size_t LowRank::encode(const float*, std::size_t, const EncodeContext&, Bytes) const {

@@ -24,24 +24,11 @@ class LowRank final : public Codec {
   // `rank` must be 1 to kMostRank; otherwise this throws InvalidArgument.
   explicit LowRank(std::size_t rank);
 
-  std::size_t rank() const noexcept { return rank_; }
-  std::string name() const override;
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = Definition::Kind::kLowRank;
-    made.rank = rank_;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kCompound; }
-  bool biased() const noexcept override { return true; }
-  std::size_t unit() const noexcept override { return 1; }
+  std::size_t rank() const noexcept { return definition().rank; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
   std::size_t encode(const float*, std::size_t, const EncodeContext&, Bytes) const override;
   Decoded decode(ConstBytes, float*, std::size_t) const override;
   Decoded decode_add(ConstBytes, float*, std::size_t) const override;
-
- private:
-  std::size_t rank_;
 };
 
 // Returns whether two factors have fewer elements than the matrix. Other matrices travel as they

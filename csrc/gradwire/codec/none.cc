@@ -9,15 +9,11 @@ namespace {
 
 class None final : public Codec {
  public:
-  std::string name() const override { return "none"; }
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = Definition::Kind::kNone;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kPlain; }
-  bool biased() const noexcept override { return false; }
-  std::size_t unit() const noexcept override { return 1; }
+  None()
+      : Codec({.name = "none",
+               .definition = {.kind = Definition::Kind::kNone},
+               .combine = Combine::kPlain}) {}
+
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
 
   std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,

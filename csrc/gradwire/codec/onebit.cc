@@ -116,22 +116,17 @@ class Cursor {
 
 class OneBit final : public Codec {
  public:
-  OneBit(std::string name, std::size_t block) : name_(std::move(name)), block_(block) {}
+  OneBit(const std::string& name, std::size_t block)
+      : Codec({.name = name,
+               .definition = {.kind = Definition::Kind::kOneBit, .block = block},
+               .biased = true,
+               .block = block,
+               .fixed_size = false,
+               .seconds_per_byte = {8e-11, 8e-11}}),
+        block_(block) {}
 
-  std::string name() const override { return name_; }
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = Definition::Kind::kOneBit;
-    made.block = block_;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kReencode; }
-  SecondsPerByte seconds_per_byte() const noexcept override { return {8e-11, 8e-11}; }
-  bool biased() const noexcept override { return true; }
   // Two ranks send as many bytes either way, but encode once instead of twice when they gather.
   bool gathers(int ranks) const noexcept override { return ranks <= 2; }
-  std::size_t unit() const noexcept override { return block_; }
-  bool fixed_size() const noexcept override { return false; }
   std::size_t max_bytes(std::size_t n) const noexcept override {
     const std::size_t rest = n % block_;
     return n / block_ * OneBitKernels::most_bytes(block_) +
@@ -187,7 +182,7 @@ class OneBit final : public Codec {
       sum_block(used, /*add=*/first > 0, y + i, std::min(block_, n - i));
     for (std::size_t p = 0; p < used.size(); ++p)
       if (used[p].left() > 0)
-        throw InvalidArgument("codec '" + name_ + "': payload " + std::to_string(first + p) +
+        throw InvalidArgument("codec '" + name() + "': payload " + std::to_string(first + p) +
                               " is longer than its elements");
     return std::all_of(used.begin(), used.end(), [](const Cursor& each) { return each.finite(); });
   }
@@ -203,7 +198,6 @@ class OneBit final : public Codec {
     }
   }
 
-  std::string name_;
   std::size_t block_;
 };
 

@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/bits.h"
 #include "gradwire/codec/simd/simd.h"
+#include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
 namespace {
@@ -17,13 +21,6 @@ constexpr std::size_t kSamples = 1024;
 
 [[noreturn]] void refuse(const char* why) {
   throw InvalidArgument(std::string("sparse payload: ") + why);
-}
-
-template <typename T>
-T load(const std::byte* from) {
-  T value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
 }
 
 std::size_t bytes_of_count(std::size_t count) { return count < kShortCount ? 1 : 2; }
@@ -60,75 +57,22 @@ GapCode best_gap_code(std::span<const std::uint16_t> index, std::size_t n) {
   return best;
 }
 
-class BitWriter {
- public:
-  explicit BitWriter(std::byte* out) : out_(out) {}
+void write_gap(BitWriter& bits, std::uint32_t gap, unsigned low) {
+  std::uint32_t zeros = gap >> low;
+  for (; zeros + 1 + low > 32; zeros -= std::min(zeros, 16U)) bits.write(0, std::min(zeros, 16U));
+  bits.write(((gap & ((1U << low) - 1)) << 1 | 1) << zeros, zeros + 1 + low);
+}
 
-  void put(std::uint64_t value, unsigned bits) {  // 32 bits at most
-    held_ |= value << count_;
-    count_ += bits;
-    if (count_ < 32) return;
-    std::memcpy(out_, &held_, 4);
-    out_ += 4;
-    held_ >>= 32;
-    count_ -= 32;
-  }
-  void gap(std::uint32_t gap, unsigned low) {
-    std::uint32_t zeros = gap >> low;
-    for (; zeros + 1 + low > 32; zeros -= std::min(zeros, 16U)) put(0, std::min(zeros, 16U));
-    put(((std::uint64_t{gap & ((1U << low) - 1)} << 1) | 1) << zeros, zeros + 1 + low);
-  }
-  void finish() { std::memcpy(out_, &held_, (count_ + 7) / 8); }
-
- private:
-  std::byte* out_;
-  std::uint64_t held_ = 0;
-  unsigned count_ = 0;
-};
-
-// Reads bits, and loads each byte once.
-class BitReader {
- public:
-  explicit BitReader(ConstBytes in) : in_(in) {}
-
-  std::uint32_t gap(unsigned low) {
-    std::uint32_t zeros = 0;
-    while (fill(), held_ == 0) {
-      zeros += count_;
-      if (count_ == 0 || zeros > kSparseUnit) refuse("a gap does not end");
-      count_ = 0;
-    }
-    const auto last = static_cast<unsigned>(std::countr_zero(held_));
-    drop(last + 1);
-    fill();
-    if (count_ < low) refuse("it is cut short in its gaps");
-    const auto rest = static_cast<std::uint32_t>(held_ & ((1U << low) - 1));
-    drop(low);
-    return ((zeros + last) << low) | rest;
-  }
-  std::size_t bytes() const { return at_ - count_ / 8; }
-
- private:
-  void drop(unsigned bits) {
-    held_ >>= bits;
-    count_ -= bits;
-  }
-  void fill() {  // to 32 bits or more, at most 63, while there are so many
-    if (count_ >= 32) return;
-    if (in_.size() - at_ >= 4) {
-      held_ |= std::uint64_t{load<std::uint32_t>(in_.data() + at_)} << count_;
-      count_ += 32;
-      at_ += 4;
-    }
-    for (; count_ < 32 && at_ < in_.size(); count_ += 8)
-      held_ |= std::to_integer<std::uint64_t>(in_[at_++]) << count_;
-  }
-
-  ConstBytes in_;
-  std::size_t at_ = 0;
-  std::uint64_t held_ = 0;
-  unsigned count_ = 0;
-};
+std::uint32_t read_gap(BitReader& bits, unsigned low) {
+  std::uint32_t zeros = 0;
+  for (; bits.peek() == 0; zeros += 32)
+    if (zeros > kSparseUnit || !bits.skip(32)) refuse("a gap does not end");
+  const auto last = static_cast<unsigned>(std::countr_zero(bits.peek()));
+  bits.skip(last + 1);
+  const auto rest = static_cast<std::uint32_t>(bits.peek() & ((1U << low) - 1));
+  if (!bits.skip(low)) refuse("it is cut short in its gaps");
+  return ((zeros + last) << low) | rest;
+}
 
 std::byte* write_head(PositionFormat format, unsigned low, std::byte* out) {
   *out = static_cast<std::byte>(static_cast<unsigned>(format) | low << kFormatBits);
@@ -151,7 +95,7 @@ std::byte* write_list(std::span<const std::uint16_t> index, std::byte* out) {
 std::byte* write_gaps(std::span<const std::uint16_t> index, const GapCode& code, std::byte* out) {
   out = write_count(index.size(), write_head(PositionFormat::kGaps, code.low, out));
   BitWriter bits(out);
-  for (std::size_t k = 0; k < index.size(); ++k) bits.gap(gap_before(index, k), code.low);
+  for (std::size_t k = 0; k < index.size(); ++k) write_gap(bits, gap_before(index, k), code.low);
   bits.finish();
   return out + (code.bits + 7) / 8;
 }
@@ -234,16 +178,16 @@ void PayloadReader::list(std::size_t n, Positions& out) {
 void PayloadReader::gaps(unsigned low, std::size_t n, Positions& out) {
   const std::size_t count = this->count();
   if (count > n) refuse("it has more indices than elements");
-  BitReader bits(left_);
+  BitReader bits(left_.data(), left_.size());
   std::size_t next = 0;
   for (std::size_t k = 0; k < count; ++k) {
-    const std::size_t i = next + bits.gap(low);
+    const std::size_t i = next + read_gap(bits, low);
     if (i >= n) refuse("its gaps leave the unit");
     out.index[k] = static_cast<std::uint16_t>(i);
     next = i + 1;
   }
   out.count = count;
-  take(bits.bytes());
+  take(bits.bytes_read());
 }
 
 void PayloadReader::bitmap(std::size_t n, Positions& out) {
@@ -335,6 +279,58 @@ std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float&
   const std::uint32_t smallest = keep_largest(unit, k, scratch);
   filter = std::bit_cast<float>(smallest) * 0.9375F;
   return smallest;
+}
+
+SparseCodec::SparseCodec(const std::string& name, const Definition& definition, double density,
+                         SecondsPerByte seconds)
+    : Codec({.name = name,
+             .definition = definition,
+             .biased = true,
+             .block = kSparseUnit,
+             .fixed_size = false,
+             .seconds_per_byte = seconds}),
+      density_(density) {}
+
+std::size_t SparseCodec::max_bytes(std::size_t n) const noexcept {
+  const std::size_t rest = n % kSparseUnit;
+  return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
+}
+
+std::size_t SparseCodec::encode(const float* x, std::size_t n, const EncodeContext& context,
+                                Bytes out) const {
+  check_room(*this, out.size(), max_bytes(n), n);
+  std::size_t size = 0;
+  for (std::size_t i = 0; i < n; i += kSparseUnit) {
+    const EncodeContext here = context.from(i);
+    size += encode_unit({x + i, here.residual, std::min(kSparseUnit, n - i)}, here.error,
+                        here.codec_state, out.data() + size);
+  }
+  return size;
+}
+
+Decoded SparseCodec::decode(ConstBytes in, float* y, std::size_t n) const {
+  if (n > 0) std::memset(y, 0, n * sizeof(float));
+  return read(in, /*add=*/false, y, n);
+}
+
+Decoded SparseCodec::read(ConstBytes in, bool add, float* y, std::size_t n) const {
+  PayloadReader reader(in);
+  Positions& positions = SparseScratch::mine().positions;
+  bool finite = true;
+  for (std::size_t i = 0; i < n; i += kSparseUnit) {
+    const std::size_t length = std::min(kSparseUnit, n - i);
+    if (reader.positions(length, positions) == PositionFormat::kNotFinite) {
+      std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
+      finite = false;
+    }
+    if (positions.count > 0) finite = read_values(reader, positions, add, y + i) && finite;
+  }
+  return {in.size() - reader.left(), finite};
+}
+
+void clear_not_finite(float* error, std::size_t n) {
+  for (std::size_t i = 0; error != nullptr && i < n; ++i)
+    if (!std::isfinite(error[i])) error[i] = 0;
 }
 
 }  // namespace gradwire::codec

@@ -26,10 +26,10 @@
 #include <span>
 
 #include "gradwire/base/types.h"
+#include "gradwire/codec/blocks.h"
+#include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
-
-inline constexpr std::size_t kSparseUnit = 32768;
 
 // When gathering pays, for p ranks that each send `density` of all elements. Gathering delivers up
 // to p · density for p - 1 payloads of each rank. Encoding at each hop delivers a density's worth
@@ -42,21 +42,6 @@ constexpr bool worth_gathering(int ranks, double density) noexcept {
   if (ranks <= 2) return true;
   return ranks <= kGatheringRanks && (ranks - 1) * density <= kGatheredShare;
 }
-
-using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // one bit per element
-
-struct SparseKernels {
-  // Finds the elements to send among up to kSparseUnit elements v = x + residual (may be null). Bit
-  // i of hits says whether |v_i| is at least tau, or is NaN. error, which may be null or residual,
-  // becomes v − copysign(tau, v) at the hits, with the sign of v where it is 0, and v elsewhere.
-  // Returns the largest |v|, as its bits. Writes 32 bits of the mask at a time. tau > 0.
-  std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
-                             std::uint64_t* hits, float* error) noexcept;
-  // Does the same, but writes v, to memory that may be null or residual, in place of error; tau >=
-  // 0.
-  std::uint32_t (*filter)(const float* x, const float* residual, float tau, std::size_t n,
-                          std::uint64_t* hits, float* v) noexcept;
-};
 
 enum class PositionFormat : std::uint8_t { kNone, kList, kGaps, kBitmap, kAll, kNotFinite };
 
@@ -103,8 +88,43 @@ struct UnitSource {
   float operator[](std::size_t i) const { return residual == nullptr ? x[i] : x[i] + residual[i]; }
 };
 
+// A codec of units, of which only some elements are sent. Those that derive from it define a unit's
+// part of the payload.
+class SparseCodec : public Codec {
+ public:
+  std::size_t max_bytes(std::size_t n) const noexcept final;
+  bool gathers(int ranks) const noexcept final { return worth_gathering(ranks, density_); }
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
+                     Bytes out) const override;
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const final;
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const final {
+    return read(in, /*add=*/true, y, n);
+  }
+
+ protected:
+  // `density`: the most that is expected, of all elements.
+  SparseCodec(const std::string& name, const Definition& definition, double density,
+              SecondsPerByte seconds);
+
+ private:
+  virtual std::size_t most_bytes(std::size_t n) const noexcept = 0;  // of n elements of one unit
+  // Encodes one unit; `state` is null where there is none. Returns the bytes written.
+  virtual std::size_t encode_unit(UnitSource unit, float* error, CodecState* state,
+                                  std::byte* out) const = 0;
+  // Reads what follows a unit's positions. Values that replace those of y (`add` is false) find
+  // zeros there. Returns whether all are finite.
+  virtual bool read_values(PayloadReader& reader, const Positions& positions, bool add,
+                           float* y) const = 0;
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const;
+
+  double density_;
+};
+
 // Returns how many of n elements a density stands for: rounded, at least one.
 std::size_t share_of(double density, std::size_t n) noexcept;
+
+// Clears the errors that are not finite, of a unit that holds NaN or Inf; `error` may be null.
+void clear_not_finite(float* error, std::size_t n);
 
 // Returns the bits of |x|, which compare as magnitudes do.
 std::uint32_t magnitude_bits(float x) noexcept;

@@ -19,9 +19,7 @@
 // Without feedback each call prepares anew. Where all of x was 0, or prepare() was not called, each
 // unit takes as τ the smallest of the magnitudes that the target density would send of it.
 #include <algorithm>
-#include <array>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -59,32 +57,14 @@ float first_tau(const float* x, std::size_t n, const EncodeContext& context, dou
   return std::bit_cast<float>(*nth > 0 ? *nth : *std::max_element(keys.begin(), nth + 1));
 }
 
-class Threshold final : public Codec {
+class Threshold final : public SparseCodec {
  public:
-  Threshold(std::string name, float tau, double density)
-      : name_(std::move(name)), tau_(tau), density_(density) {}
-
-  std::string name() const override { return name_; }
-  Definition definition() const noexcept override {
-    Definition made;
-    made.kind = Definition::Kind::kThreshold;
-    made.tau = tau_;
-    made.density = density_;
-    return made;
-  }
-  Combine combine() const noexcept override { return Combine::kReencode; }
-  SecondsPerByte seconds_per_byte() const noexcept override { return {6e-11, 2e-11}; }
-  bool biased() const noexcept override { return true; }
   // What reaches a given τ is unknown, so its density is taken to be 1.
-  bool gathers(int ranks) const noexcept override {
-    return worth_gathering(ranks, tau_ > 0 ? 1 : density_);
-  }
-  std::size_t unit() const noexcept override { return kSparseUnit; }
-  bool fixed_size() const noexcept override { return false; }
-  std::size_t max_bytes(std::size_t n) const noexcept override {
-    const std::size_t rest = n % kSparseUnit;
-    return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
-  }
+  Threshold(const std::string& name, float tau, double density)
+      : SparseCodec(name, {.kind = Definition::Kind::kThreshold, .tau = tau, .density = density},
+                    tau > 0 ? 1 : density, {6e-11, 2e-11}),
+        tau_(tau),
+        density_(density) {}
 
   void prepare(const float* x, std::size_t n, const EncodeContext& context) const override {
     if (tau_ > 0 || n == 0 || usable(context.codec_state->tau)) return;
@@ -92,28 +72,17 @@ class Threshold final : public Codec {
   }
   void adapt(std::size_t n, CodecState& codec_state) const override;
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override;
-
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
-    if (n > 0) std::memset(y, 0, n * sizeof(float));
-    return add(in, y, n);
-  }
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
-    return add(in, y, n);
-  }
-
  private:
-  static constexpr std::size_t most_bytes(std::size_t n) {
+  std::size_t most_bytes(std::size_t n) const noexcept override {
     return most_position_bytes(n) + sizeof(float) + (n + 7) / 8;
   }
+  // Returns τ for one unit, which is chosen from the unit alone where nothing else says it.
+  float tau_of(UnitSource unit, const CodecState* state) const;
+  std::size_t encode_unit(UnitSource unit, float* error, CodecState* state,
+                          std::byte* out) const override;
+  bool read_values(PayloadReader& reader, const Positions& positions, bool add,
+                   float* y) const override;
 
-  // Encodes one unit; `tau` is 0 where it has to be chosen.
-  std::size_t encode_unit(UnitSource unit, float tau, const EncodeContext& context,
-                          std::byte* out) const;
-  static Decoded add(ConstBytes in, float* y, std::size_t n);
-
-  std::string name_;
   float tau_;       // 0: follows density_
   double density_;  // the target
 };
@@ -130,12 +99,6 @@ void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
   tau = std::clamp<double>(tau, codec_state.largest / kLongestWait,
                            double{codec_state.largest} * kHeadroom);
   codec_state.tau = static_cast<float>(std::clamp(tau, least, most));
-}
-
-// Clears the errors that are not finite, of a unit that holds NaN or Inf.
-void clear_not_finite(float* error, std::size_t n) {
-  for (std::size_t i = 0; i < n; ++i)
-    if (!std::isfinite(error[i])) error[i] = 0;
 }
 
 // Writes a sign bit for each position; `v` has the signs.
@@ -156,55 +119,45 @@ float largest_of(UnitSource unit, const Positions& positions) {
   return most;
 }
 
-std::size_t Threshold::encode_unit(UnitSource unit, float tau, const EncodeContext& context,
-                                   std::byte* out) const {
+float Threshold::tau_of(UnitSource unit, const CodecState* state) const {
+  if (tau_ > 0) return tau_;
+  if (state != nullptr && usable(state->tau)) return state->tau;
   SparseScratch& scratch = SparseScratch::mine();
-  if (tau == 0) {
-    float filter = 0;
-    const std::uint32_t smallest =
-        select_largest(unit, share_of(density_, unit.n), nullptr, filter, scratch);
-    tau = smallest < kInfinityBits ? std::bit_cast<float>(smallest) : 1;
-    if (tau == 0) tau = largest_of(unit, scratch.positions);
-  }
+  float filter = 0;
+  const std::uint32_t smallest =
+      select_largest(unit, share_of(density_, unit.n), nullptr, filter, scratch);
+  if (smallest >= kInfinityBits) return 1;
+  return smallest > 0 ? std::bit_cast<float>(smallest) : largest_of(unit, scratch.positions);
+}
+
+std::size_t Threshold::encode_unit(UnitSource unit, float* error, CodecState* state,
+                                   std::byte* out) const {
+  const float tau = tau_of(unit, state);
+  SparseScratch& scratch = SparseScratch::mine();
   scratch.hits[(unit.n - 1) / 64] = 0;
-  const std::uint32_t largest = kernels().sparse.threshold(unit.x, unit.residual, tau, unit.n,
-                                                           scratch.hits.data(), context.error);
+  const std::uint32_t largest =
+      kernels().sparse.threshold(unit.x, unit.residual, tau, unit.n, scratch.hits.data(), error);
   if (largest >= kInfinityBits) {
-    if (context.error != nullptr) clear_not_finite(context.error, unit.n);
+    clear_not_finite(error, unit.n);
     return write_not_finite(out);
   }
   scratch.positions.take(scratch.hits, unit.n);
-  if (context.codec_state != nullptr) {
-    context.codec_state->sent += scratch.positions.count;
-    context.codec_state->largest =
-        std::max(context.codec_state->largest, std::bit_cast<float>(largest));
+  if (state != nullptr) {
+    state->sent += scratch.positions.count;
+    state->largest = std::max(state->largest, std::bit_cast<float>(largest));
   }
   std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
   if (scratch.positions.count == 0) return size;
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
-  if (context.error != nullptr)
-    unit = {context.error, nullptr, unit.n};  // has the signs of v; residual may be overwritten
+  if (error != nullptr)
+    unit = {error, nullptr, unit.n};  // has the signs of v; residual may be overwritten
   return size + write_signs(scratch.positions, unit, out + size);
 }
 
-std::size_t Threshold::encode(const float* x, std::size_t n, const EncodeContext& context,
-                              Bytes out) const {
-  check_room(*this, out.size(), max_bytes(n), n);
-  const bool adapts = context.codec_state != nullptr && usable(context.codec_state->tau);
-  const float tau = tau_ > 0 ? tau_ : adapts ? context.codec_state->tau : 0;
-  std::size_t size = 0;
-  for (std::size_t i = 0; i < n; i += kSparseUnit) {
-    EncodeContext here = context;
-    here.error = context.error == nullptr ? nullptr : context.error + i;
-    const UnitSource unit{x + i, context.residual == nullptr ? nullptr : context.residual + i,
-                          std::min(kSparseUnit, n - i)};
-    size += encode_unit(unit, tau, here, out.data() + size);
-  }
-  return size;
-}
-
-void add_signed(PayloadReader& reader, const Positions& positions, float* y) {
+// Zeros need no `add` of their own: a sum with ±τ is ±τ.
+bool Threshold::read_values(PayloadReader& reader, const Positions& positions, bool /*add*/,
+                            float* y) const {
   std::uint32_t tau = 0;
   std::memcpy(&tau, reader.take(sizeof tau).data(), sizeof tau);
   if (tau == 0 || tau >= kInfinityBits)
@@ -214,21 +167,7 @@ void add_signed(PayloadReader& reader, const Positions& positions, float* y) {
     const auto sign = (std::to_integer<std::uint32_t>(signs[k / 8]) >> (k % 8)) & 1U;
     y[positions.index[k]] += std::bit_cast<float>(tau | sign << 31);
   }
-}
-
-Decoded Threshold::add(ConstBytes in, float* y, std::size_t n) {
-  PayloadReader reader(in);
-  Positions& positions = SparseScratch::mine().positions;
-  bool finite = true;
-  for (std::size_t i = 0; i < n; i += kSparseUnit) {
-    const std::size_t length = std::min(kSparseUnit, n - i);
-    if (reader.positions(length, positions) == PositionFormat::kNotFinite) {
-      std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
-      finite = false;
-    }
-    if (positions.count > 0) add_signed(reader, positions, y + i);
-  }
-  return {in.size() - reader.left(), finite};
+  return true;
 }
 
 }  // namespace

@@ -21,9 +21,9 @@ constexpr double kFewBytes = 16 * 1024;
 constexpr int kMostGatherers = 16;
 
 std::vector<int> host_of(const Question& question) {
-  std::vector<int> hosts(static_cast<std::size_t>(question.ranks), 0);
+  std::vector<int> hosts(at(question.ranks), 0);
   for (std::size_t h = 0; h < question.hosts.size(); ++h)
-    for (Rank rank : question.hosts[h]) hosts[static_cast<std::size_t>(rank)] = static_cast<int>(h);
+    for (Rank rank : question.hosts[h]) hosts[at(rank)] = static_cast<int>(h);
   return hosts;
 }
 
@@ -41,7 +41,7 @@ std::vector<std::string> candidates(const Question& question) {
   for (std::string_view name : algorithms(question.collective))
     if (is_candidate(question, name)) names.emplace_back(name);
   const std::size_t hosts = question.hosts.size();
-  const bool nested = hosts > 1 && hosts < static_cast<std::size_t>(question.ranks);
+  const bool nested = hosts > 1 && hosts < at(question.ranks);
   if (question.collective == Collective::kAllReduce && nested)
     for (const char* inner : {"direct", "binary_tree"})
       for (const char* outer : {"direct", "ring", "halving_doubling"})
@@ -58,7 +58,7 @@ Recipe recipe_of(const Question& question, const std::string& algorithm) {
 // Returns a lower bound on the time of any schedule of this shape whose rounds wait for each other.
 double least_seconds(const CostModel& model, const Question& question, const Shape& shape) {
   const bool one_host = question.hosts.size() <= 1;
-  const bool apart = question.hosts.size() == static_cast<std::size_t>(question.ranks);
+  const bool apart = question.hosts.size() == at(question.ranks);
   auto of = [&](const LinkCost& link) {
     const double bytes = shape.max_sent * question.bytes * question.ratio;
     return shape.rounds * (2 * link.alpha + link.latency + model.round) +
@@ -73,8 +73,7 @@ class Trial {
  public:
   Trial(const CostModel& model, const Question& question, const Schedule& schedule)
       : model_(model),
-        work_{std::vector<double>(static_cast<std::size_t>(schedule.chunks),
-                                  question.bytes / schedule.chunks),
+        work_{std::vector<double>(at(schedule.chunks), question.bytes / schedule.chunks),
               1,
               host_of(question),
               question.codec,
@@ -157,8 +156,8 @@ Question inputs_of(const Question& question) {
 
 // Returns the ranks of the fullest machine, on which `sharing` neighbouring hosts are.
 std::size_t most_on_machine(const CostModel& model, const Question& question) {
-  if (question.hosts.empty()) return static_cast<std::size_t>(question.ranks);
-  const auto sharing = static_cast<std::size_t>(model.sharing);
+  if (question.hosts.empty()) return at(question.ranks);
+  const auto sharing = at(model.sharing);
   std::size_t most = 1, here = 0;
   for (std::size_t h = 0; h < question.hosts.size(); ++h) {
     here = (h % sharing == 0 ? 0 : here) + question.hosts[h].size();

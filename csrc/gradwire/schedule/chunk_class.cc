@@ -29,15 +29,15 @@ std::uint64_t unordered_pair(Sums::Id a, Sums::Id b) {
 
 }  // namespace
 
-Sums::Sums(int ranks) : ranks_(ranks), words_((static_cast<std::size_t>(ranks) + 63) / 64) {
-  const auto p = static_cast<std::size_t>(ranks);
+Sums::Sums(int ranks) : ranks_(ranks), words_((at(ranks) + 63) / 64) {
+  const auto p = at(ranks);
   counted_.resize(p * words_);
   repetitions_.resize(p);
   for (std::size_t r = 0; r < p; ++r) counted_[r * words_ + r / 64] = std::uint64_t{1} << (r % 64);
 }
 
 void Sums::reset() {
-  const auto p = static_cast<std::size_t>(ranks_);
+  const auto p = at(ranks_);
   counted_.resize(p * words_);
   repetitions_.resize(p);
   made_.clear();
@@ -93,15 +93,15 @@ void ChunkClass::run(ChunkRange chunks, std::span<const Step> steps) {
 void ChunkClass::begin(ChunkRange chunks) {
   chunks_ = chunks;
   sums_.reset();
-  states_.assign(static_cast<std::size_t>(schedule_.ranks), State{});
+  states_.assign(at(schedule_.ranks), State{});
   for (Rank r = 0; r < schedule_.ranks; ++r)
-    if (starts_at(r)) at(r).held = Sums::contribution(r);
+    if (starts_at(r)) state(r).held = Sums::contribution(r);
 }
 
 // Collects what is sent before anything lands: edges of a round read what ranks held when it began.
 void ChunkClass::run_round(std::span<const Step> steps) {
   sent_.clear();
-  for (const Step& step : steps) sent_.push_back(at(step.edge->src).held);
+  for (const Step& step : steps) sent_.push_back(state(step.edge->src).held);
   for (std::size_t i = 0; i < steps.size(); ++i) land(steps[i], sent_[i]);
 }
 
@@ -120,10 +120,10 @@ void ChunkClass::land(const Step& step, Sums::Id value) {
     });
   if (edge.landing == Landing::kCopy) {
     if (reduces(schedule_.collective) && !sums_.complete(value)) findings_.not_in_tree();
-    at(edge.dst).held = value;
+    state(edge.dst).held = value;
   } else if (reduces(schedule_.collective)) {
-    ++at(edge.src).reductions_sent;
-    at(edge.dst).held = sums_.add(at(edge.dst).held, value, step);
+    ++state(edge.src).reductions_sent;
+    state(edge.dst).held = sums_.add(state(edge.dst).held, value, step);
   } else {
     findings_.incorrect([&] {
       return describe(step) + ", but " + std::string(name_of(schedule_.collective)) +
@@ -133,7 +133,7 @@ void ChunkClass::land(const Step& step, Sums::Id value) {
 }
 
 bool ChunkClass::collides(const Step& step) {
-  State& target = at(step.edge->dst);
+  State& target = state(step.edge->dst);
   const bool first = target.landed_in != step.round;
   const bool copy = step.edge->landing == Landing::kCopy;
   const bool collision = !first && (copy || target.copied);
@@ -147,9 +147,9 @@ void ChunkClass::check_end() {
   bool agreed = true;
   for (Rank r = 0; r < schedule_.ranks; ++r) {
     if (!ends_at(r)) continue;
-    check_rank(r, at(r).held);
+    check_rank(r, state(r).held);
     if (reference < 0) reference = r;
-    if (agreed && at(r).held != at(reference).held) {
+    if (agreed && state(r).held != state(reference).held) {
       agreed = false;
       findings_.disagreement([&] {
         return "at the end ranks " + std::to_string(reference) + " and " + std::to_string(r) +
@@ -190,39 +190,19 @@ void ChunkClass::check_in_tree() {
 }
 
 bool ChunkClass::starts_at(Rank rank) const {
-  switch (schedule_.collective) {
-    case Collective::kAllReduce:
-    case Collective::kReduceScatter:
-    case Collective::kReduce:
-      return true;
-    case Collective::kAllGather:
-    case Collective::kGather:
-      return rank == chunks_.first;
-    case Collective::kBroadcast:
-    case Collective::kScatter:
-      return rank == schedule_.root;
-    case Collective::kAllToAll:
-      return rank == chunks_.first / schedule_.ranks;
-  }
-  return false;
+  using enum Collective;
+  const Collective its = schedule_.collective;
+  if (reduces(its)) return true;
+  if (its == kAllGather || its == kGather) return rank == chunks_.first;
+  return rank == (its == kAllToAll ? chunks_.first / schedule_.ranks : schedule_.root);
 }
 
 bool ChunkClass::ends_at(Rank rank) const {
-  switch (schedule_.collective) {
-    case Collective::kAllReduce:
-    case Collective::kAllGather:
-    case Collective::kBroadcast:
-      return true;
-    case Collective::kReduceScatter:
-    case Collective::kScatter:
-      return rank == chunks_.first;
-    case Collective::kReduce:
-    case Collective::kGather:
-      return rank == schedule_.root;
-    case Collective::kAllToAll:
-      return rank == chunks_.first % schedule_.ranks;
-  }
-  return false;
+  using enum Collective;
+  const Collective its = schedule_.collective;
+  if (its == kAllReduce || its == kAllGather || its == kBroadcast) return true;
+  if (its == kReduceScatter || its == kScatter) return rank == chunks_.first;
+  return rank == (its == kAllToAll ? chunks_.first % schedule_.ranks : schedule_.root);
 }
 
 std::string ChunkClass::describe(const Step& step) const {

@@ -71,14 +71,12 @@ class Sums {
   // Returns whether the sum counts every rank, once or more.
   bool complete(Id sum) const;
   std::vector<Rank> missing(Id sum) const;
-  Repetition repetition(Id sum) const { return repetitions_[static_cast<std::size_t>(sum)]; }
+  Repetition repetition(Id sum) const { return repetitions_[at(sum)]; }
   // Forgets everything but the contributions themselves.
   void reset();
 
  private:
-  const std::uint64_t* counted(Id sum) const {
-    return counted_.data() + static_cast<std::size_t>(sum) * words_;
-  }
+  const std::uint64_t* counted(Id sum) const { return counted_.data() + at(sum) * words_; }
   Repetition repeated_in(Id a, Id b, const Step& step) const;
 
   int ranks_;
@@ -117,7 +115,7 @@ class ChunkClass {
   bool ends_at(Rank rank) const;
   // "round 2: rank 3 reduces chunk 1 from rank 0"
   std::string describe(const Step& step) const;
-  State& at(Rank rank) { return states_[static_cast<std::size_t>(rank)]; }
+  State& state(Rank rank) { return states_[at(rank)]; }
 
   const Schedule& schedule_;
   Findings& findings_;

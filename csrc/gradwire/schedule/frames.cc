@@ -9,8 +9,6 @@
 namespace gradwire::schedule {
 namespace {
 
-std::size_t at(int i) { return static_cast<std::size_t>(i); }
-
 constexpr std::uint32_t kNone = ~0U;
 // A chunk that a rank touched in this round or so many rounds before it is still in a cache. More
 // rounds predict the measured calls of bench/results/model-2026-11-22.json worse.

@@ -86,10 +86,7 @@ class Frames {
 
  private:
   class FramesBuilder;
-  std::size_t index(int round, Rank rank) const {
-    return static_cast<std::size_t>(round) * static_cast<std::size_t>(ranks_) +
-           static_cast<std::size_t>(rank);
-  }
+  std::size_t index(int round, Rank rank) const { return at(round) * at(ranks_) + at(rank); }
 
   int ranks_;
   int rounds_;

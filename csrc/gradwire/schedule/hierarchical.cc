@@ -22,14 +22,14 @@ struct Placement {
   int offset = 0;
 };
 
-void place(Builder& out, const Schedule& part, const Placement& at) {
+void place(Builder& out, const Schedule& part, const Placement& where) {
   for (std::size_t k = 0; k < part.rounds.size(); ++k) {
-    const int round = at.first_round + static_cast<int>(k);
+    const int round = where.first_round + static_cast<int>(k);
     for (const Edge& edge : part.rounds[k]) {
-      const Rank src = at.ranks[static_cast<std::size_t>(edge.src)];
-      const Rank dst = at.ranks[static_cast<std::size_t>(edge.dst)];
-      const ChunkRange chunks{at.offset + edge.chunks.first * at.scale,
-                              at.offset + edge.chunks.last * at.scale};
+      const Rank src = where.ranks[at(edge.src)];
+      const Rank dst = where.ranks[at(edge.dst)];
+      const ChunkRange chunks{where.offset + edge.chunks.first * where.scale,
+                              where.offset + edge.chunks.last * where.scale};
       edge.landing == Landing::kCopy ? out.copy(round, src, dst, chunks)
                                      : out.reduce(round, src, dst, chunks);
     }
@@ -58,7 +58,7 @@ void place_between_groups(Builder& out, const Variant& inner, const Schedule& ou
   for (int part = 0; part < inner.chunks(size_of(groups[0])); ++part) {
     Group owners;
     for (const Group& group : groups)
-      owners.push_back(group[static_cast<std::size_t>(inner.owner(part, size_of(group)))]);
+      owners.push_back(group[at(inner.owner(part, size_of(group)))]);
     place(out, outer, {begin, owners, 1, part * outer.chunks});
   }
 }
@@ -71,7 +71,7 @@ void require_partition(const std::vector<Group>& groups, int ranks) {
     seen.insert(group.begin(), group.end());
     listed += group.size();
   }
-  const auto p = static_cast<std::size_t>(ranks);
+  const auto p = at(ranks);
   if (listed != p || seen.size() != p || *seen.begin() != 0 || *seen.rbegin() != ranks - 1)
     throw ScheduleError("hierarchical: groups must list every rank 0 .. " +
                         std::to_string(ranks - 1) + " once, one group per host");

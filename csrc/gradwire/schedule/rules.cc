@@ -16,25 +16,17 @@ bool within(int value, int end) { return value >= 0 && value < end; }
 }  // namespace
 
 bool rooted(Collective collective) noexcept {
-  return collective == Collective::kReduce || collective == Collective::kBroadcast ||
-         collective == Collective::kGather || collective == Collective::kScatter;
+  using enum Collective;
+  return collective == kReduce || collective == kBroadcast || collective == kGather ||
+         collective == kScatter;
 }
 
 int required_chunks(Collective collective, int ranks) noexcept {
-  switch (collective) {
-    case Collective::kReduceScatter:
-    case Collective::kAllGather:
-    case Collective::kGather:
-    case Collective::kScatter:
-      return ranks;
-    case Collective::kAllToAll:
-      return ranks * ranks;
-    case Collective::kAllReduce:
-    case Collective::kReduce:
-    case Collective::kBroadcast:
-      break;
-  }
-  return 0;
+  using enum Collective;
+  if (collective == kAllToAll) return ranks * ranks;
+  const bool blocks = collective == kReduceScatter || collective == kAllGather ||
+                      collective == kGather || collective == kScatter;
+  return blocks ? ranks : 0;
 }
 
 std::string fault_in_size(int ranks, int chunks) {

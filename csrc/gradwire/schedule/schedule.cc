@@ -25,7 +25,7 @@ void Builder::reduce(int round, Rank src, Rank dst, ChunkRange chunks) {
 
 void Builder::add(int round, Edge edge) {
   require_no_fault(fault_in_edge(schedule_, round, edge));
-  const auto index = static_cast<std::size_t>(round);
+  const auto index = at(round);
   if (index >= schedule_.rounds.size()) schedule_.rounds.resize(index + 1);
   schedule_.rounds[index].push_back(edge);
 }
@@ -39,35 +39,23 @@ Schedule Builder::build(Collective collective, std::string name, Rank root) && {
   return std::move(schedule_);
 }
 
-Schedule then(Schedule first, const Schedule& second, Collective collective, std::string name) {
-  if (first.ranks != second.ranks || first.chunks != second.chunks)
-    throw ScheduleError("then: " + first.name + " has ranks=" + std::to_string(first.ranks) +
-                        " chunks=" + std::to_string(first.chunks) + ", but " + second.name +
-                        " has ranks=" + std::to_string(second.ranks) +
-                        " chunks=" + std::to_string(second.chunks));
-  if (first.rounds.size() + second.rounds.size() > kMaxRounds)
-    throw ScheduleError("then: more than " + std::to_string(kMaxRounds) + " rounds");
-  require_no_fault(fault_in_name(name));
-  first.collective = collective;
-  first.name = std::move(name);
-  first.root = rooted(collective) ? first.root : 0;
-  first.rounds.insert(first.rounds.end(), second.rounds.begin(), second.rounds.end());
-  require_no_fault(fault_in_roles(first), first.name + ": ");
-  return first;
+namespace {
+
+std::vector<Edge> edges_at(const Round& round, Rank Edge::* end, Rank rank) {
+  std::vector<Edge> found;
+  std::ranges::copy_if(round, std::back_inserter(found),
+                       [&](const Edge& edge) { return edge.*end == rank; });
+  return found;
 }
 
+}  // namespace
+
 std::vector<Edge> sends_of(const Round& round, Rank rank) {
-  std::vector<Edge> mine;
-  std::copy_if(round.begin(), round.end(), std::back_inserter(mine),
-               [rank](const Edge& edge) { return edge.src == rank; });
-  return mine;
+  return edges_at(round, &Edge::src, rank);
 }
 
 std::vector<Edge> receives_of(const Round& round, Rank rank) {
-  std::vector<Edge> mine;
-  std::copy_if(round.begin(), round.end(), std::back_inserter(mine),
-               [rank](const Edge& edge) { return edge.dst == rank; });
-  return mine;
+  return edges_at(round, &Edge::dst, rank);
 }
 
 }  // namespace gradwire::schedule

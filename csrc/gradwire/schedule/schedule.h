@@ -77,9 +77,6 @@ class Builder {
   Schedule schedule_;
 };
 
-// Returns all rounds of `first`, then all of `second`. Both must have the same ranks and chunks.
-Schedule then(Schedule first, const Schedule& second, Collective collective, std::string name);
-
 // Each returns one rank's edges in one round, in list order.
 std::vector<Edge> sends_of(const Round& round, Rank rank);
 std::vector<Edge> receives_of(const Round& round, Rank rank);

@@ -45,12 +45,10 @@ class Links {
     std::vector<Link> out, in;
   };
 
-  int host(Rank rank) const {
-    return work_.host_of.empty() ? 0 : work_.host_of[static_cast<std::size_t>(rank)];
-  }
+  int host(Rank rank) const { return work_.host_of.empty() ? 0 : work_.host_of[at(rank)]; }
   int crossed(Rank src, Rank dst) const;
   std::size_t group(std::size_t level, Rank rank) const {
-    return static_cast<std::size_t>(rank / work_.network.levels[level].ranks);
+    return at(rank / work_.network.levels[level].ranks);
   }
   Link& link(Rank src, Rank dst, int hop);
   std::size_t number(std::size_t tier, Rank rank, Rank src, Rank dst) const;

@@ -16,7 +16,7 @@ using Tree = std::vector<Rank>;
 
 int depth_of(const Tree& tree, Rank rank) {
   int depth = 0;
-  for (Rank parent; (parent = tree[static_cast<std::size_t>(rank)]) != rank; rank = parent) ++depth;
+  for (Rank parent; (parent = tree[at(rank)]) != rank; rank = parent) ++depth;
   return depth;
 }
 
@@ -32,20 +32,19 @@ void climb(Builder& out, int begin, const Tree& tree, ChunkRange chunks) {
   const int height = height_of(tree);
   for (Rank r = 0; r < out.ranks(); ++r)
     if (const int depth = depth_of(tree, r); depth > 0)
-      out.reduce(begin + height - depth, r, tree[static_cast<std::size_t>(r)], chunks);
+      out.reduce(begin + height - depth, r, tree[at(r)], chunks);
 }
 
 void descend(Builder& out, int begin, const Tree& tree, ChunkRange chunks) {
   for (Rank r = 0; r < out.ranks(); ++r)
     if (const int depth = depth_of(tree, r); depth > 0)
-      out.copy(begin + depth - 1, tree[static_cast<std::size_t>(r)], r, chunks);
+      out.copy(begin + depth - 1, tree[at(r)], r, chunks);
 }
 
 // Returns a tree laid out as a binary heap, counted from the root.
 Tree heap_tree(int p, Rank root) {
-  Tree tree(static_cast<std::size_t>(p), root);
-  for (int i = 1; i < p; ++i)
-    tree[static_cast<std::size_t>(wrap(root + i, p))] = wrap(root + (i - 1) / 2, p);
+  Tree tree(at(p), root);
+  for (int i = 1; i < p; ++i) tree[at(wrap(root + i, p))] = wrap(root + (i - 1) / 2, p);
   return tree;
 }
 
@@ -64,13 +63,13 @@ Tree lowest_bit_tree(const std::vector<Rank>& rank_at) {
   Tree tree(rank_at.size(), rank_at[0]);
   for (int i = 1; i < p; ++i)
     tree[static_cast<std::size_t>(rank_at[static_cast<std::size_t>(i)])] =
-        rank_at[static_cast<std::size_t>(parent_position(i, p))];
+        rank_at[at(parent_position(i, p))];
   return tree;
 }
 
 Tree first_tree(int p, Rank root) {
-  std::vector<Rank> rank_at(static_cast<std::size_t>(p));
-  for (int i = 0; i < p; ++i) rank_at[static_cast<std::size_t>(i)] = wrap(root + i, p);
+  std::vector<Rank> rank_at(at(p));
+  for (int i = 0; i < p; ++i) rank_at[at(i)] = wrap(root + i, p);
   return lowest_bit_tree(rank_at);
 }
 
@@ -78,10 +77,10 @@ Tree first_tree(int p, Rank root) {
 // even positions of the first tree are at odd ones here: mirrored where p-1 is even, shifted by one
 // where it is odd.
 Tree second_tree(int p, Rank root) {
-  std::vector<Rank> rank_at(static_cast<std::size_t>(p), root);
+  std::vector<Rank> rank_at(at(p), root);
   for (int i = 1; i < p; ++i) {
     const int other = p % 2 == 1 ? p - i : i % (p - 1) + 1;
-    rank_at[static_cast<std::size_t>(i)] = wrap(root + other, p);
+    rank_at[at(i)] = wrap(root + other, p);
   }
   return lowest_bit_tree(rank_at);
 }

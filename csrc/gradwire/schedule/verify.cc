@@ -24,9 +24,9 @@ std::string structural_fault(const Schedule& s) {
 }
 
 Shape shape_of(const Schedule& s) {
-  std::vector<long long> sent(static_cast<std::size_t>(s.ranks));
+  std::vector<long long> sent(at(s.ranks));
   for (const Round& round : s.rounds)
-    for (const Edge& edge : round) sent[static_cast<std::size_t>(edge.src)] += edge.chunks.size();
+    for (const Edge& edge : round) sent[at(edge.src)] += edge.chunks.size();
   const long long most = *std::max_element(sent.begin(), sent.end());
   return {static_cast<int>(s.rounds.size()), static_cast<double>(most) / s.chunks};
 }

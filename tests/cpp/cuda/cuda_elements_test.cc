@@ -6,7 +6,6 @@
 #include "cuda_kernels.h"
 #include "gradwire/base/types.h"
 #include "gradwire/codec/codec.h"
-#include "gradwire/codec/reduction/average.h"
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 

@@ -47,33 +47,6 @@ TEST(ScheduleBuilder, SizesNamesAndRolesAreChecked) {
   EXPECT_THROW(Builder(2, 1).build(Collective::kAllReduce, "x", 1), ScheduleError);
 }
 
-TEST(Then, HalvesMakeAnAllReduce) {
-  for (const char* algorithm : {"ring", "halving_doubling", "direct"})
-    for (int p = 1; p <= kMostRanks; ++p) {
-      const Schedule both = then(generate(recipe_of(Collective::kReduceScatter, algorithm, p)),
-                                 generate(recipe_of(Collective::kAllGather, algorithm, p)),
-                                 Collective::kAllReduce, algorithm);
-      EXPECT_TRUE(verify(both).ok()) << algorithm << " p=" << p;
-    }
-}
-
-TEST(Then, ReduceAndBroadcastMakeAnAllReduceFromAnyRoot) {
-  for (std::string_view algorithm : algorithms(Collective::kReduce)) {
-    const Schedule both = then(generate(recipe_of(Collective::kReduce, algorithm, 7, 3)),
-                               generate(recipe_of(Collective::kBroadcast, algorithm, 7, 3)),
-                               Collective::kAllReduce, "mine");
-    EXPECT_EQ(both.root, 0);
-    const Report report = verify(both);
-    EXPECT_TRUE(report.ok() && report.in_tree) << algorithm << problems_of(report);
-  }
-}
-
-TEST(Then, DifferentSizesDoNotMeet) {
-  const Schedule ring = all_reduce_by("ring", 4);
-  EXPECT_THROW(then(ring, all_reduce_by("ring", 3), Collective::kAllReduce, "x"), ScheduleError);
-  EXPECT_THROW(then(ring, all_reduce_by("star", 4), Collective::kAllReduce, "x"), ScheduleError);
-}
-
 TEST(Rounds, KnowWhatEachRankDoes) {
   const Schedule s = all_reduce_by("direct", 4);
   std::size_t sends = 0;

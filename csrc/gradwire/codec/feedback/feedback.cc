@@ -186,11 +186,6 @@ bool ErrorFeedback::end_step(bool keep) {
   return keep;
 }
 
-void ErrorFeedback::spoil_step() noexcept {
-  const std::lock_guard lock(mutex_);
-  spoiled_ = in_step_;
-}
-
 std::vector<float> ErrorFeedback::residual(const std::string& key) const {
   const std::lock_guard lock(mutex_);
   const auto found = key_states_.find(key);

@@ -90,8 +90,6 @@ class ErrorFeedback {
   // not settled.
   void begin_step();
   bool end_step(bool keep = true);
-  // Marks the step under way as not to be kept, for a call that failed before it had a transaction.
-  void spoil_step() noexcept;
 
   // Returns a copy of this rank's residual; empty when the key was never used.
   std::vector<float> residual(const std::string& key) const;

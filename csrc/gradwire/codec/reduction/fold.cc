@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gradwire/codec/reduction/average.h"
-
 namespace gradwire::codec {
 namespace {
 
@@ -41,6 +39,10 @@ void fold_all(DType dtype, ReduceOp op, std::span<std::byte* const> x, std::size
   std::memcpy(y, x[0] + offset, n * size_of(dtype));
   for (std::byte* each : x.subspan(1)) fold(y, each + offset, n);
   if (divisor > 1) average(dtype, y, divisor, n);
+}
+
+void average(DType dtype, void* x, int ranks, std::size_t n) noexcept {
+  kernels().scale[static_cast<std::size_t>(dtype)](x, 1.0 / ranks, n);
 }
 
 }  // namespace gradwire::codec

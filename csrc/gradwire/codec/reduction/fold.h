@@ -1,5 +1,5 @@
-// Folding that rounds once: sums, averages and products of 16-bit floats are formed in float32
-// wherever one rank has several addends.
+// Folds that round once, where one rank has several addends: sums, averages and products of 16-bit
+// floats are formed in float32.
 #pragma once
 
 #include <cstddef>
@@ -18,5 +18,8 @@ const WideKernels* wide_kernels(DType dtype, ReduceOp op) noexcept;
 // array begins `offset` bytes behind its x[i]. y must not overlap them.
 void fold_all(DType dtype, ReduceOp op, std::span<std::byte* const> x, std::size_t offset,
               std::byte* y, int divisor, std::size_t n) noexcept;
+
+// x[i] := x[i] * (1 / ranks), rounded once in the element type. For types of which avg is defined.
+void average(DType dtype, void* x, int ranks, std::size_t n) noexcept;
 
 }  // namespace gradwire::codec

@@ -12,7 +12,6 @@
 #include "gradwire/base/types.h"
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/factors.h"
-#include "gradwire/codec/sparse.h"
 
 namespace gradwire::codec {
 

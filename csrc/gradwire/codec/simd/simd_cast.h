@@ -52,34 +52,21 @@ void encode_from(Source<kResidual> source, float scale, std::byte* out, float* e
 template <typename Cast>
 void encode(const float* x, const float* residual, float scale, std::byte* out, float* error,
             std::size_t n) noexcept {
-  if (residual != nullptr && error != nullptr)
-    return encode_from<Cast, true, true>({x, residual}, scale, out, error, n);
-  if (residual != nullptr)
-    return encode_from<Cast, true, false>({x, residual}, scale, out, error, n);
-  if (error != nullptr) return encode_from<Cast, false, true>({x, residual}, scale, out, error, n);
-  encode_from<Cast, false, false>({x, residual}, scale, out, error, n);
+  by_presence(residual, error, [=](auto has_residual, auto has_error) {
+    encode_from<Cast, has_residual.value, has_error.value>({x, residual}, scale, out, error, n);
+  });
 }
 
-template <typename Cast>
+template <typename Cast, bool kAdd>
 bool decode(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
   const float unscale = 1.0F / scale;
   FiniteCheck check;
   sweep<kLanes>(n, [&](std::size_t i, auto part) {
     const F32 decoded = Cast::widen(load<Halves>(in, i, part)) * unscale;
     check.see(decoded);
-    store<Floats>(y, i, part, decoded);
-  });
-  return check.holds();
-}
-
-template <typename Cast>
-bool decode_add(const std::byte* in, float scale, float* y, std::size_t n) noexcept {
-  const float unscale = 1.0F / scale;
-  FiniteCheck check;
-  sweep<kLanes>(n, [&](std::size_t i, auto part) {
-    const F32 decoded = Cast::widen(load<Halves>(in, i, part)) * unscale;
-    check.see(decoded);
-    store<Floats>(y, i, part, Sum::apply<float>(load<Floats>(y, i, part), decoded));
+    F32 sum = decoded;
+    if constexpr (kAdd) sum = Sum::apply<float>(load<Floats>(y, i, part), decoded);
+    store<Floats>(y, i, part, sum);
   });
   return check.holds();
 }
@@ -111,7 +98,7 @@ constexpr std::size_t kRandomBlock = 4096;
 }
 
 template <typename Cast>
-constexpr CastKernels kCastOf = {encode<Cast>, decode<Cast>, decode_add<Cast>};
+constexpr CastKernels kCastOf = {encode<Cast>, decode<Cast, false>, decode<Cast, true>};
 
 }  // namespace
 }  // namespace gradwire::codec

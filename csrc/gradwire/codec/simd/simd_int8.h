@@ -183,13 +183,9 @@ template <typename Round>
 void encode_int8_by(const float* x, const float* residual, std::size_t n, std::size_t block,
                     const RandomPosition* position, std::byte* out, float* error) noexcept {
   const Round round(position);
-  if (residual != nullptr && error != nullptr)
-    return encode_int8_as<true, true>(x, residual, n, block, round, out, error);
-  if (residual != nullptr)
-    return encode_int8_as<true, false>(x, residual, n, block, round, out, error);
-  if (error != nullptr)
-    return encode_int8_as<false, true>(x, residual, n, block, round, out, error);
-  encode_int8_as<false, false>(x, residual, n, block, round, out, error);
+  by_presence(residual, error, [=](auto has_residual, auto has_error) {
+    encode_int8_as<has_residual.value, has_error.value>(x, residual, n, block, round, out, error);
+  });
 }
 
 void encode_int8(const float* x, const float* residual, std::size_t n, std::size_t block,

@@ -278,11 +278,9 @@ template <bool kResidual, bool kError>
 
 std::size_t encode_onebit(const float* x, const float* residual, std::size_t n, std::size_t block,
                           std::byte* out, float* error) noexcept {
-  if (residual != nullptr && error != nullptr)
-    return encode_onebit_as<true, true>(x, residual, n, block, out, error);
-  if (residual != nullptr) return encode_onebit_as<true, false>(x, residual, n, block, out, error);
-  if (error != nullptr) return encode_onebit_as<false, true>(x, residual, n, block, out, error);
-  return encode_onebit_as<false, false>(x, residual, n, block, out, error);
+  return by_presence(residual, error, [=](auto has_residual, auto has_error) {
+    return encode_onebit_as<has_residual.value, has_error.value>(x, residual, n, block, out, error);
+  });
 }
 
 void expand_onebit(const std::byte* packed, std::size_t bytes, const std::byte* mask, std::size_t n,

@@ -22,29 +22,23 @@ struct Prod {
 };
 
 // Equal floats differ at most in the sign of a zero: `|` keeps the minus, `&` drops it.
-struct Min {
+template <bool kMax>
+struct Extreme {
   template <typename T>
   static Lanes<T> apply(Lanes<T> a, Lanes<T> b) {
+    const auto above = kMax ? a > b : a < b;
     if constexpr (std::is_floating_point_v<T>) {
-      const auto same = bits<Lanes<T>>(bits<BitLanes<T>>(a) | bits<BitLanes<T>>(b));
-      return a < b ? a : (b < a ? b : (a == b ? same : nan<T>()));
+      const auto one = bits<BitLanes<T>>(a), other = bits<BitLanes<T>>(b);
+      const auto same = bits<Lanes<T>>(kMax ? one & other : one | other);
+      const auto below = kMax ? b > a : b < a;
+      return above ? a : (below ? b : (a == b ? same : nan<T>()));
     } else {
-      return a < b ? a : b;
+      return above ? a : b;
     }
   }
 };
-
-struct Max {
-  template <typename T>
-  static Lanes<T> apply(Lanes<T> a, Lanes<T> b) {
-    if constexpr (std::is_floating_point_v<T>) {
-      const auto same = bits<Lanes<T>>(bits<BitLanes<T>>(a) & bits<BitLanes<T>>(b));
-      return a > b ? a : (b > a ? b : (a == b ? same : nan<T>()));
-    } else {
-      return a > b ? a : b;
-    }
-  }
-};
+using Min = Extreme<false>;
+using Max = Extreme<true>;
 
 struct And {
   template <typename T>

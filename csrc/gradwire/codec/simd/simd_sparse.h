@@ -1,8 +1,8 @@
 // threshold and topk: masks of the elements that pass a bound, without a branch.
 #pragma once
 
+#include "gradwire/codec/blocks.h"
 #include "gradwire/codec/simd/simd_group.h"
-#include "gradwire/codec/sparse.h"
 
 namespace gradwire::codec {
 namespace {
@@ -51,12 +51,10 @@ std::uint32_t pick_from(GroupSource<kResidual> source, float tau, std::size_t n,
 template <bool kSubtract>
 std::uint32_t pick(const float* x, const float* residual, float tau, std::size_t n,
                    std::uint64_t* hits, float* kept) noexcept {
-  if (residual != nullptr && kept != nullptr)
-    return pick_from<true, true, kSubtract>({x, residual}, tau, n, hits, kept);
-  if (residual != nullptr)
-    return pick_from<true, false, kSubtract>({x, residual}, tau, n, hits, kept);
-  if (kept != nullptr) return pick_from<false, true, kSubtract>({x, residual}, tau, n, hits, kept);
-  return pick_from<false, false, kSubtract>({x, residual}, tau, n, hits, kept);
+  return by_presence(residual, kept, [=](auto has_residual, auto has_kept) {
+    return pick_from<has_residual.value, has_kept.value, kSubtract>({x, residual}, tau, n, hits,
+                                                                    kept);
+  });
 }
 
 constexpr SparseKernels kKernels = {pick<true>, pick<false>};

@@ -60,6 +60,19 @@ void sweep(std::size_t n, Body body) {
     if (i < n) body(i, n - i);
 }
 
+// Calls body(Flag<has residual>, Flag<has error>), so that a kernel is compiled for each case.
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+template <typename Body>
+auto by_presence(const float* residual, const float* error, Body body) {
+  if (residual != nullptr && error != nullptr) return body(Flag<true>(), Flag<true>());
+  if (residual != nullptr) return body(Flag<true>(), Flag<false>());
+  if (error != nullptr) return body(Flag<false>(), Flag<true>());
+  return body(Flag<false>(), Flag<false>());
+}
+
 template <typename T>
 using BitsOf = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
 template <typename T>

@@ -6,7 +6,6 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/feedback/residuals.h"
-#include "gradwire/codec/reduction/average.h"
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/exec/control/failure.h"

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "gradwire/codec/feedback/residuals.h"
-#include "gradwire/codec/reduction/average.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 
 namespace gradwire::exec {

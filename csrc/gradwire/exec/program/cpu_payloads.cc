@@ -6,7 +6,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/feedback/residuals.h"
-#include "gradwire/codec/reduction/average.h"
+#include "gradwire/codec/reduction/fold.h"
 #include "gradwire/exec/control/identity.h"
 #include "gradwire/exec/program/cpu_device.h"
 
