@@ -34,7 +34,7 @@ void scale(const std::string& dtype, std::uintptr_t x, std::uintptr_t y, std::si
 }
 
 // Writes the payload of x[0, count) to `out`, of exactly max_bytes(count).
-void encode(const Codec& self, std::uintptr_t x, std::size_t count, std::uintptr_t out) {
+void encode(const CodecHandle& self, std::uintptr_t x, std::size_t count, std::uintptr_t out) {
   const codec::Codec& codec = *self.value;
   if (!codec.fixed_size() || codec.combine() == codec::Combine::kCompound)
     throw InvalidArgument("codec '" + codec.name() + "' has payloads of no fixed size");
@@ -44,7 +44,7 @@ void encode(const Codec& self, std::uintptr_t x, std::size_t count, std::uintptr
 }
 
 // Writes the `count` elements of a payload of max_bytes(count) to `y`.
-void decode(const Codec& self, std::uintptr_t in, std::size_t count, std::uintptr_t y) {
+void decode(const CodecHandle& self, std::uintptr_t in, std::size_t count, std::uintptr_t y) {
   const codec::Codec& codec = *self.value;
   const codec::FloatEnvironment environment;
   codec.decode({reinterpret_cast<const std::byte*>(in), codec.max_bytes(count)},
@@ -53,10 +53,10 @@ void decode(const Codec& self, std::uintptr_t in, std::size_t count, std::uintpt
 
 using Payload = py::array_t<std::uint8_t, py::array::c_style>;
 
-Payload encode_array(const Codec& self, std::uintptr_t x, std::size_t rows, std::size_t columns,
-                     const std::shared_ptr<codec::ErrorFeedback>& feedback, const std::string& key,
-                     std::uint64_t call) {
-  const codec::Matrix shape{rows, columns};
+Payload encode_array(const CodecHandle& self, std::uintptr_t x, std::size_t rows,
+                     std::size_t columns, const std::shared_ptr<codec::ErrorFeedback>& feedback,
+                     const std::string& key, std::uint64_t call) {
+  const codec::MatrixShape shape{rows, columns};
   const auto room = static_cast<py::ssize_t>(codec::most_payload(*self.value, shape));
   Payload payload(room);
   auto* const out = reinterpret_cast<std::byte*>(payload.mutable_data());
@@ -70,8 +70,8 @@ Payload encode_array(const Codec& self, std::uintptr_t x, std::size_t rows, std:
   return bytes == room ? payload : Payload(bytes, payload.data());
 }
 
-void decode_array(const Codec& self, const Payload& payload, std::size_t rows, std::size_t columns,
-                  std::uintptr_t y) {
+void decode_array(const CodecHandle& self, const Payload& payload, std::size_t rows,
+                  std::size_t columns, std::uintptr_t y) {
   const ConstBytes in{reinterpret_cast<const std::byte*>(payload.data()),
                       static_cast<std::size_t>(payload.size())};
   const Unlocked unlocked;
@@ -81,21 +81,22 @@ void decode_array(const Codec& self, const Payload& payload, std::size_t rows, s
 }  // namespace
 
 void bind_codec(py::module_& m) {
-  py::class_<Codec>(m, "Codec")
-      .def(py::init([](const std::string& spec) { return Codec{codec::make_codec(spec)}; }))
-      .def_property_readonly("name", on<const Codec, &codec::Codec::name>)
-      .def_property_readonly(
-          "compound",
-          [](const Codec& self) { return self.value->combine() == codec::Combine::kCompound; })
-      .def_property_readonly("biased", on<const Codec, &codec::Codec::biased>)
-      .def("usual_bytes", on<const Codec, &codec::Codec::usual_bytes, std::size_t>)
-      .def("max_bytes", on<const Codec, &codec::Codec::max_bytes, std::size_t>)
+  py::class_<CodecHandle>(m, "Codec")
+      .def(py::init([](const std::string& spec) { return CodecHandle{codec::make_codec(spec)}; }))
+      .def_property_readonly("name", on<const CodecHandle, &codec::Codec::name>)
+      .def_property_readonly("compound",
+                             [](const CodecHandle& self) {
+                               return self.value->combine() == codec::Combine::kCompound;
+                             })
+      .def_property_readonly("biased", on<const CodecHandle, &codec::Codec::biased>)
+      .def("usual_bytes", on<const CodecHandle, &codec::Codec::usual_bytes, std::size_t>)
+      .def("max_bytes", on<const CodecHandle, &codec::Codec::max_bytes, std::size_t>)
       .def("encode", &encode, py::call_guard<Unlocked>())
       .def("decode", &decode, py::call_guard<Unlocked>())
       .def("encode_array", &encode_array)
       .def("decode_array", &decode_array, py::arg("payload").noconvert(), py::arg("rows"),
            py::arg("columns"), py::arg("y"))
-      .def("most_payload", [](const Codec& self, std::size_t rows, std::size_t columns) {
+      .def("most_payload", [](const CodecHandle& self, std::size_t rows, std::size_t columns) {
         return codec::most_payload(*self.value, {rows, columns});
       });
   m.def("codec_names", &codec::codec_names);

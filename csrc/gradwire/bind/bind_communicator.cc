@@ -19,8 +19,11 @@ namespace gradwire::bind {
 namespace {
 
 using WithoutLock = py::call_guard<Unlocked>;
-using CommunicatorClass = py::class_<Communicator, std::shared_ptr<Communicator>>;
+using CommunicatorClass = py::class_<CommunicatorHandle, std::shared_ptr<CommunicatorHandle>>;
 using std::shared_ptr;
+
+template <auto kMethod, typename... Args>
+constexpr auto on_core = on<CommunicatorHandle, kMethod, Args...>;
 
 exec::Lane parse_lane(const std::string& name) {
   if (name == "collective") return exec::Lane::kCollective;
@@ -28,10 +31,10 @@ exec::Lane parse_lane(const std::string& name) {
   throw InvalidArgument("'" + name + "' is no lane: collective, p2p");
 }
 
-Request make_request(const std::string& collective, const std::string& dtype, const std::string& op,
-                     Rank root, const Request::Addresses& inputs, const Request::Addresses& outputs,
-                     std::string algorithm, shared_ptr<schedule::Schedule> schedule,
-                     const Codec* codec) {
+OwnedRequest make_request(const std::string& collective, const std::string& dtype,
+                          const std::string& op, Rank root, const OwnedRequest::Addresses& inputs,
+                          const OwnedRequest::Addresses& outputs, std::string algorithm,
+                          shared_ptr<schedule::Schedule> schedule, const CodecHandle* codec) {
   exec::Request fixed;
   fixed.collective = parse_collective(collective);
   fixed.dtype = parse_dtype(dtype);
@@ -42,19 +45,19 @@ Request make_request(const std::string& collective, const std::string& dtype, co
 }
 
 // Takes over the descriptor, even if a later line throws.
-void adopt_control(Communicator& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer) {
+void adopt_control(CommunicatorHandle& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer) {
   transport::Connection connection(UniqueFd(fd), std::move(seal));
   self.get().adopt_control(std::move(connection), peer);
 }
 
-void adopt_link(Communicator& self, const std::string& lane, const std::string& transport, int fd,
-                shared_ptr<crypto::Seal> seal, Rank peer, double timeout) {
+void adopt_link(CommunicatorHandle& self, const std::string& lane, const std::string& transport,
+                int fd, shared_ptr<crypto::Seal> seal, Rank peer, double timeout) {
   transport::Connection connection(UniqueFd(fd), std::move(seal));
   self.get().adopt_link(parse_lane(lane), transport, std::move(connection), peer, timeout,
                         check_signals);
 }
 
-shared_ptr<Work> submit(Communicator& self, const Request& request, double timeout,
+shared_ptr<Work> submit(CommunicatorHandle& self, const OwnedRequest& request, double timeout,
                         py::object memory) {
   shared_ptr<Work> work;
   {
@@ -64,19 +67,19 @@ shared_ptr<Work> submit(Communicator& self, const Request& request, double timeo
   return self.keep(std::move(work), std::move(memory));
 }
 
-shared_ptr<Work> send(Communicator& self, std::uintptr_t address, std::size_t bytes, Rank to,
+shared_ptr<Work> send(CommunicatorHandle& self, std::uintptr_t address, std::size_t bytes, Rank to,
                       double timeout, py::object memory) {
   auto* data = reinterpret_cast<std::byte*>(address);
   return self.keep(self.get().send(data, bytes, to, timeout), std::move(memory));
 }
 
-shared_ptr<Work> receive(Communicator& self, std::uintptr_t address, std::size_t bytes, Rank source,
-                         double timeout, py::object memory) {
+shared_ptr<Work> receive(CommunicatorHandle& self, std::uintptr_t address, std::size_t bytes,
+                         Rank source, double timeout, py::object memory) {
   auto* data = reinterpret_cast<std::byte*>(address);
   return self.keep(self.get().receive(data, bytes, source, timeout), std::move(memory));
 }
 
-std::tuple<std::uint64_t, std::uint64_t, double, double> traffic(const Communicator& self) {
+std::tuple<std::uint64_t, std::uint64_t, double, double> traffic(const CommunicatorHandle& self) {
   const exec::Traffic all = self.get().traffic();
   return {all.bytes_sent, all.frames_sent, all.codec.encode, all.codec.decode};
 }
@@ -89,7 +92,7 @@ std::vector<std::string_view> reductions(const std::string& dtype) {
   return defined;
 }
 
-void close(Communicator& self, double timeout, std::optional<double> settle, bool alone) {
+void close(CommunicatorHandle& self, double timeout, std::optional<double> settle, bool alone) {
   {
     const Unlocked unlocked;
     self.get().close(timeout, settle.value_or(timeout), check_signals, alone);
@@ -99,7 +102,7 @@ void close(Communicator& self, double timeout, std::optional<double> settle, boo
 
 // Returns (peer, descriptor, its keys, what was read of the next frame) for each peer.
 std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_controls(
-    Communicator& self) {
+    CommunicatorHandle& self) {
   std::vector<std::pair<Rank, transport::Released>> released;
   {
     const Unlocked unlocked;
@@ -115,17 +118,17 @@ std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_
 }
 
 void bind_request(py::module_& m) {
-  py::class_<Request>(m, "Request")
+  py::class_<OwnedRequest>(m, "Request")
       .def(py::init(&make_request), py::arg("collective"), py::arg("dtype"), py::arg("op"),
            py::arg("root"), py::arg("inputs"), py::arg("outputs"), py::arg("algorithm") = "auto",
            py::arg("schedule") = nullptr, py::arg("codec") = nullptr)
-      .def("feed_back", &Request::feed_back)
-      .def("shape", &Request::shape)
-      .def("exchange", &Request::exchange)
-      .def("label", &Request::label)
-      .def("move", &Request::move)
-      .def("name", &Request::name)
-      .def("check_shape", &Request::check_shape);
+      .def("feed_back", &OwnedRequest::feed_back)
+      .def("shape", &OwnedRequest::shape)
+      .def("exchange", &OwnedRequest::exchange)
+      .def("label", &OwnedRequest::label)
+      .def("move", &OwnedRequest::move)
+      .def("name", &OwnedRequest::name)
+      .def("check_shape", &OwnedRequest::check_shape);
 }
 
 void bind_work(py::module_& m) {
@@ -141,7 +144,7 @@ void bind_set_up(CommunicatorClass& c) {
                     std::uint64_t tag, std::string about, transport::Contexts contexts,
                     std::vector<Rank> job_ranks, shared_ptr<StopRequest> stop_request,
                     shared_ptr<exec::ProgressThread> progress) {
-          return std::make_unique<Communicator>(
+          return std::make_unique<CommunicatorHandle>(
               exec::Identity{rank, size, communicator, std::move(hosts), std::move(job), tag,
                              std::move(about), std::move(job_ranks)},
               exec::Tuning{.max_message = max_message,
@@ -160,14 +163,13 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("progress") = nullptr)
       .def("adopt_control", &adopt_control, WithoutLock())
       .def("adopt_link", &adopt_link, WithoutLock())
-      .def("join", on<Communicator, &exec::Communicator::join, shared_ptr<exec::Family>>,
-           WithoutLock());
+      .def("join", on_core<&exec::Communicator::join, shared_ptr<exec::Family>>, WithoutLock());
 }
 
 void bind_calls(CommunicatorClass& c) {
   c.def(
        "run",
-       [](Communicator& self, const Request& request, double timeout) {
+       [](CommunicatorHandle& self, const OwnedRequest& request, double timeout) {
          self.get().run(request.view(timeout), check_signals);
        },
        WithoutLock())
@@ -176,7 +178,7 @@ void bind_calls(CommunicatorClass& c) {
       .def("receive", &receive)
       .def(
           "wait",
-          [](Communicator& self, Work& work, double timeout, bool background) {
+          [](CommunicatorHandle& self, Work& work, double timeout, bool background) {
             {
               const Unlocked unlocked;
               self.get().wait(work, timeout, check_signals, background);
@@ -185,41 +187,41 @@ void bind_calls(CommunicatorClass& c) {
           },
           py::arg("work"), py::arg("timeout"), py::arg("background") = false)
       .def("begin_wait",
-           [](Communicator& self, Rank sender) { self.get().awaited_senders().add(sender); })
-      .def("end_wait",
-           [](Communicator& self, Rank sender) { self.get().awaited_senders().remove(sender); })
-      .def("request_stop", on<Communicator, &exec::Communicator::request_stop>)
+           [](CommunicatorHandle& self, Rank sender) { self.get().awaited_senders().add(sender); })
+      .def("end_wait", [](CommunicatorHandle& self,
+                          Rank sender) { self.get().awaited_senders().remove(sender); })
+      .def("request_stop", on_core<&exec::Communicator::request_stop>)
       .def(
-          "should_stop", [](Communicator& self) { return self.get().should_stop(check_signals); },
+          "should_stop",
+          [](CommunicatorHandle& self) { return self.get().should_stop(check_signals); },
           WithoutLock())
-      .def("request_resize", on<Communicator, &exec::Communicator::request_resize>)
+      .def("request_resize", on_core<&exec::Communicator::request_resize>)
       .def(
           "should_resize",
-          [](Communicator& self) { return self.get().should_resize(check_signals); },
+          [](CommunicatorHandle& self) { return self.get().should_resize(check_signals); },
           WithoutLock());
 }
 
 void bind_end(CommunicatorClass& c) {
-  c.def("abort", on<Communicator, &exec::Communicator::abort, const std::string&, bool>,
-        py::arg("reason"), py::arg("alone") = true, WithoutLock())
+  c.def("abort", on_core<&exec::Communicator::abort, const std::string&, bool>, py::arg("reason"),
+        py::arg("alone") = true, WithoutLock())
       .def("close", &close, py::arg("timeout"), py::arg("settle") = py::none(),
            py::arg("alone") = true)
-      .def("settled", on<Communicator, &exec::Communicator::is_confirmed>, WithoutLock())
-      .def("drop", on<Communicator, &exec::Communicator::drop>, WithoutLock())
-      .def("check_failure", on<Communicator, &exec::Communicator::check_failure, double>,
-           WithoutLock())
+      .def("settled", on_core<&exec::Communicator::is_confirmed>, WithoutLock())
+      .def("drop", on_core<&exec::Communicator::drop>, WithoutLock())
+      .def("check_failure", on_core<&exec::Communicator::check_failure, double>, WithoutLock())
       .def("release_controls", &release_controls);
 }
 
 void bind_state(CommunicatorClass& c) {
-  c.def("set_model", on<Communicator, &exec::Communicator::set_model, const schedule::CostModel&>,
+  c.def("set_model", on_core<&exec::Communicator::set_model, const schedule::CostModel&>,
         WithoutLock())
-      .def("set_patience", on<Communicator, &exec::Communicator::set_patience, double>)
-      .def("observe", on<Communicator, &exec::Communicator::observe, shared_ptr<exec::Recorder>>,
+      .def("set_patience", on_core<&exec::Communicator::set_patience, double>)
+      .def("observe", on_core<&exec::Communicator::observe, shared_ptr<exec::Recorder>>,
            WithoutLock())
-      .def("release_after_fork", &Communicator::release_after_fork)
-      .def_property_readonly("owned_here", &Communicator::owned_here)
-      .def_property_readonly("closed", on<Communicator, &exec::Communicator::closed>)
+      .def("release_after_fork", &CommunicatorHandle::release_after_fork)
+      .def_property_readonly("owned_here", &CommunicatorHandle::owned_here)
+      .def_property_readonly("closed", on_core<&exec::Communicator::closed>)
       .def_property_readonly("traffic", &traffic);
 }
 

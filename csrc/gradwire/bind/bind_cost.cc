@@ -25,7 +25,7 @@ std::map<std::string, double> parameters(const CostModel& model) {
 }
 
 schedule::Question question(const CostModel& model, int ranks, double bytes, const Groups& hosts,
-                            const Codec* codec, double most_message) {
+                            const CodecHandle* codec, double most_message) {
   schedule::Question out;
   out.ranks = ranks;
   out.bytes = bytes;
@@ -36,8 +36,8 @@ schedule::Question question(const CostModel& model, int ranks, double bytes, con
 }
 
 double predict(const CostModel& model, const schedule::Schedule& schedule, double bytes,
-               const Groups& hosts, const Codec* codec, double most_message, const Levels& levels,
-               double slow) {
+               const Groups& hosts, const CodecHandle* codec, double most_message,
+               const Levels& levels, double slow) {
   schedule::Question asked = question(model, schedule.ranks, bytes, hosts, codec, most_message);
   asked.network.slow = slow;
   for (const auto& [ranks, beta, latency, uplinks] : levels)
@@ -56,7 +56,7 @@ double predict_gathered(const CostModel& model, const schedule::Schedule& all_ga
 std::tuple<std::string, std::size_t, double> choose(const CostModel& model,
                                                     const std::string& collective, int ranks,
                                                     double bytes, const Groups& hosts,
-                                                    const Codec* codec, Rank root,
+                                                    const CodecHandle* codec, Rank root,
                                                     double most_message) {
   schedule::Question asked = question(model, ranks, bytes, hosts, codec, most_message);
   asked.collective = parse_collective(collective);

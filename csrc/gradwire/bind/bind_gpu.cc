@@ -59,7 +59,8 @@ shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, 
   return made;
 }
 
-shared_ptr<CudaMessages> by_host(shared_ptr<Communicator> carrier, int device, double timeout) {
+shared_ptr<CudaMessages> by_host(shared_ptr<CommunicatorHandle> carrier, int device,
+                                 double timeout) {
   const OnGpu gpu(device);
   auto made = std::make_shared<CudaMessages>();
   made->messages = std::make_unique<cuda::HostMessages>(gpu.api, carrier->get(), timeout,
@@ -173,7 +174,8 @@ void bind_gpu(py::module_& m) {
       .def("send_back", on_feedback<&cuda::Feedback::send_back>, WithoutLock())
       .def_property_readonly("device", &CudaFeedback::device);
   py::class_<Gpu>(m, "Gpu")
-      .def(py::init<shared_ptr<Communicator>, shared_ptr<Communicator>, int, CudaMessages&>(),
+      .def(py::init<shared_ptr<CommunicatorHandle>, shared_ptr<CommunicatorHandle>, int,
+                    CudaMessages&>(),
            WithoutLock())
       .def("run", &Gpu::run, WithoutLock())
       .def("finish", on_monitor<&Monitor::finish, double>, WithoutLock())

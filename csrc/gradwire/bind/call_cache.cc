@@ -22,12 +22,12 @@ constexpr std::uint64_t kSmallBytes = 4096;
 CallCache::CallCache(py::object communicator, py::object unfinished)
     : owner_(std::move(communicator)),
       unfinished_(std::move(unfinished)),
-      communicator_(owner_.cast<Communicator&>()) {
+      communicator_(owner_.cast<CommunicatorHandle&>()) {
   calls_.reserve(kMostCalls);
 }
 
 void CallCache::add(const py::object& method, const py::object& array, const py::tuple& options,
-                    const Request& request, double timeout) {
+                    const OwnedRequest& request, double timeout) {
   const auto made =
       std::make_shared<CachedCall>(CachedCall{.request = request, .timeout = timeout});
   CachedCall& cached = *made;

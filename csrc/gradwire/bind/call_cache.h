@@ -29,14 +29,14 @@ class CallCache {
   // Adds a call. `array` is None if the method takes none, and `options` are as call() will get
   // them. The request must be for that array, in place.
   void add(const py::object& method, const py::object& array, const py::tuple& options,
-           const Request& request, double timeout);
+           const OwnedRequest& request, double timeout);
   // Makes a call of the method with an array, or null, and as many options as the method has.
   // Returns false if no call like it was added.
   bool call(PyObject* method, PyObject* array, PyObject* const* options);
 
  private:
   struct CachedCall {
-    Request request;  // with the first call's array
+    OwnedRequest request;  // with the first call's array
     double timeout = 0;
     py::object method{};
     std::optional<ArrayForm> form{};  // none where there is no array
@@ -55,7 +55,7 @@ class CallCache {
   void run(const CachedCall& cached, std::byte* data);
 
   py::object owner_, unfinished_;
-  Communicator& communicator_;
+  CommunicatorHandle& communicator_;
   mutable std::mutex mutex_;  // there are interpreters without a lock of their own
   std::vector<std::shared_ptr<const CachedCall>> calls_;
   std::size_t oldest_ = 0;

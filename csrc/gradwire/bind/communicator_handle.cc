@@ -9,7 +9,7 @@
 namespace gradwire::bind {
 namespace {
 
-std::vector<exec::Array> arrays(const Request::Addresses& addresses) {
+std::vector<exec::Array> arrays(const OwnedRequest::Addresses& addresses) {
   std::vector<exec::Array> out;
   out.reserve(addresses.size());
   for (const auto& [address, count] : addresses)
@@ -24,9 +24,9 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-Request::Request(exec::Request fixed, std::string algorithm,
-                 std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
-                 const Addresses& outputs)
+OwnedRequest::OwnedRequest(exec::Request fixed, std::string algorithm,
+                           std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
+                           const Addresses& outputs)
     : fixed_(std::move(fixed)),
       algorithm_(std::move(algorithm)),
       schedule_(std::move(schedule)),
@@ -35,29 +35,29 @@ Request::Request(exec::Request fixed, std::string algorithm,
   if (schedule_) fixed_.schedule_digest = schedule::digest(*schedule_);
 }
 
-void Request::feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
-                        const std::vector<std::pair<std::string, std::size_t>>& keys) {
+void OwnedRequest::feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
+                             const std::vector<std::pair<std::string, std::size_t>>& keys) {
   fixed_.feedback = std::move(feedback);
   for (const auto& [key, count] : keys) keys_.push_back({key, count});
 }
 
-void Request::shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes) {
+void OwnedRequest::shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes) {
   for (const auto& [rows, columns] : shapes) shapes_.push_back({rows, columns});
 }
 
-void Request::exchange(std::shared_ptr<exec::ExchangePayloads> payloads) {
+void OwnedRequest::exchange(std::shared_ptr<exec::ExchangePayloads> payloads) {
   fixed_.payloads = std::move(payloads);
 }
 
-void Request::move(std::string name) { moved_ = std::move(name); }
+void OwnedRequest::move(std::string name) { moved_ = std::move(name); }
 
-void Request::check_shape(const std::string& text, bool always) {
+void OwnedRequest::check_shape(const std::string& text, bool always) {
   constexpr std::size_t kMostText = 160;
   fixed_.shape_check = {Fnv1a().text(text).digest(), {}, always};
   shape_ = text.size() <= kMostText ? text : text.substr(0, kMostText) + " ...";
 }
 
-exec::Request Request::view(double timeout) const {
+exec::Request OwnedRequest::view(double timeout) const {
   exec::Request out = fixed_;
   out.algorithm = algorithm_;
   out.schedule = schedule_.get();
@@ -73,13 +73,13 @@ exec::Request Request::view(double timeout) const {
   return out;
 }
 
-Communicator::Communicator(exec::Identity identity, exec::Tuning tuning)
+CommunicatorHandle::CommunicatorHandle(exec::Identity identity, exec::Tuning tuning)
     : communicator_(std::make_unique<exec::Communicator>(std::move(identity), tuning)) {}
 
 // Closes the communicator, since without a goodbye the other ranks would take a dropped
 // communicator for a failed one. The memory of unfinished work is released after the threads that
 // use it have ended.
-Communicator::~Communicator() {
+CommunicatorHandle::~CommunicatorHandle() {
   if (!owned_here()) {
     [[maybe_unused]] exec::Communicator* leaked = communicator_.release();
     return;
@@ -92,14 +92,14 @@ Communicator::~Communicator() {
   communicator_.reset();
 }
 
-exec::Communicator& Communicator::get() const {
+exec::Communicator& CommunicatorHandle::get() const {
   if (owned_here()) return *communicator_;
   throw Aborted("this communicator belongs to process " + std::to_string(owner_) +
                 ", of which this one (" + std::to_string(::getpid()) +
                 ") is a fork: make a communicator of its own here, after the fork");
 }
 
-std::shared_ptr<Work> Communicator::keep(std::shared_ptr<Work> work, py::object memory) {
+std::shared_ptr<Work> CommunicatorHandle::keep(std::shared_ptr<Work> work, py::object memory) {
   const HeldMemory finished = take_finished();
   std::lock_guard lock(mutex_);
   held_.emplace_back(work, std::move(memory));
@@ -108,7 +108,7 @@ std::shared_ptr<Work> Communicator::keep(std::shared_ptr<Work> work, py::object 
 
 // Returns the memory of work that is over. It must be destroyed without the mutex, since a
 // destructor may run any Python code.
-Communicator::HeldMemory Communicator::take_finished() {
+CommunicatorHandle::HeldMemory CommunicatorHandle::take_finished() {
   HeldMemory finished;
   std::lock_guard lock(mutex_);
   const auto over = std::partition(held_.begin(), held_.end(),

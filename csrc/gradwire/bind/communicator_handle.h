@@ -25,12 +25,13 @@ namespace py = pybind11;
 void check_signals();
 
 // A request that owns what exec::Request only refers to. It can be run many times.
-class Request {
+class OwnedRequest {
  public:
   using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
 
-  Request(exec::Request fixed, std::string algorithm, std::shared_ptr<schedule::Schedule> schedule,
-          const Addresses& inputs, const Addresses& outputs);
+  OwnedRequest(exec::Request fixed, std::string algorithm,
+               std::shared_ptr<schedule::Schedule> schedule, const Addresses& inputs,
+               const Addresses& outputs);
 
   // Set optional parts; see exec::Request.
   void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
@@ -54,12 +55,12 @@ class Request {
   std::string label_, moved_, shape_, name_;
 };
 
-class Communicator {
+class CommunicatorHandle {
  public:
-  Communicator(exec::Identity identity, exec::Tuning tuning);
-  ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  CommunicatorHandle(exec::Identity identity, exec::Tuning tuning);
+  ~CommunicatorHandle();
+  CommunicatorHandle(const CommunicatorHandle&) = delete;
+  CommunicatorHandle& operator=(const CommunicatorHandle&) = delete;
 
   // Returns the communicator. Throws Aborted in a fork of the process that made it.
   exec::Communicator& get() const;

@@ -1,5 +1,5 @@
-// FastPathMethod: wraps a method of gradwire.Communicator and tries the instance's CallCache first.
-// It is called, bound and overridden as the method is, and has its signature.
+// FastPathMethod: wraps a method of gradwire.CommunicatorHandle and tries the instance's CallCache
+// first. It is called, bound and overridden as the method is, and has its signature.
 #pragma once
 
 #include <pybind11/pybind11.h>

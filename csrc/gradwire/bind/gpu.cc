@@ -8,7 +8,7 @@ namespace gradwire::bind {
 // Ends when its last user releases it.
 struct Gpu::Parts {
   Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
-        Communicator& shadow, Communicator& users)
+        CommunicatorHandle& shadow, CommunicatorHandle& users)
       : gpu(std::make_unique<cuda::Communicator>(cuda_api(), std::move(setting),
                                                  std::move(messages))),
         monitor(std::make_unique<cuda::GpuFaultMonitor>(*gpu, shadow.get(), users.get())) {}
@@ -27,8 +27,8 @@ struct Gpu::Parts {
   std::unique_ptr<cuda::GpuFaultMonitor> monitor;
 };
 
-Gpu::Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> shadow, int device,
-         CudaMessages& messages)
+Gpu::Gpu(std::shared_ptr<CommunicatorHandle> users, std::shared_ptr<CommunicatorHandle> shadow,
+         int device, CudaMessages& messages)
     : device_(device), users_(std::move(users)), shadow_(std::move(shadow)) {
   const cuda::OnDevice here(cuda_api(), device_);
   kept_.kept = messages.kept;
@@ -55,7 +55,7 @@ std::shared_ptr<Gpu::Parts> Gpu::parts() const {
 
 void Gpu::set_model(const schedule::CostModel& model) { parts()->gpu->set_model(model); }
 
-void Gpu::run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream,
+void Gpu::run(const OwnedRequest& request, CudaFeedback* feedback, std::uintptr_t stream,
               double timeout) {
   const auto held = parts();
   const auto call = [&](cuda::Feedback* its) {

@@ -25,15 +25,16 @@ struct CudaMessages {
 class Gpu {
  public:
   // `shadow` serves this GPU alone. Both communicators are kept alive.
-  Gpu(std::shared_ptr<Communicator> users, std::shared_ptr<Communicator> shadow, int device,
-      CudaMessages& messages);
+  Gpu(std::shared_ptr<CommunicatorHandle> users, std::shared_ptr<CommunicatorHandle> shadow,
+      int device, CudaMessages& messages);
   ~Gpu();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
   // Any thread may call all of these, even while close() is under way. In a fork calls throw
   // Aborted, and abort() and close() do nothing.
-  void run(const Request& request, CudaFeedback* feedback, std::uintptr_t stream, double timeout);
+  void run(const OwnedRequest& request, CudaFeedback* feedback, std::uintptr_t stream,
+           double timeout);
   // Before the first call.
   void set_model(const schedule::CostModel& model);
   void abort(const std::string& reason) noexcept;
@@ -49,7 +50,7 @@ class Gpu {
   std::shared_ptr<Parts> parts() const;  // never null
 
   const int device_;
-  std::shared_ptr<Communicator> users_, shadow_;
+  std::shared_ptr<CommunicatorHandle> users_, shadow_;
   CudaMessages kept_;
   std::string messages_;
   mutable std::mutex mutex_;  // guards what follows

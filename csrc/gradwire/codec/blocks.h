@@ -8,11 +8,11 @@
 
 namespace gradwire::codec {
 
-// The position of a run in the random sequence of a seed: random rounding depends on nothing else.
+// Where a span's random numbers begin: random rounding depends on nothing else.
 struct RandomPosition {
   std::uint64_t seed = 0;
   std::uint64_t call = 0;
-  std::uint64_t element = 0;  // the index of the run's first element
+  std::uint64_t element = 0;  // the index of the span's first element in its array
 };
 
 struct Int8Kernels {
@@ -64,15 +64,15 @@ struct OneBitKernels {
                            std::byte* mask) noexcept;
 };
 
-inline constexpr std::size_t kSparseUnit = 32768;  // elements; codec/sparse.h says why so many
+inline constexpr std::size_t kSparseBlock = 32768;  // elements; codec/sparse.h says why so many
 
-using HitMask = std::array<std::uint64_t, kSparseUnit / 64>;  // one bit per element
+using HitMask = std::array<std::uint64_t, kSparseBlock / 64>;  // one bit per element
 
 struct SparseKernels {
-  // Finds the elements to send among up to kSparseUnit elements v = x + residual (may be null). Bit
-  // i of hits says whether |v_i| is at least tau, or is NaN. error, which may be null or residual,
-  // becomes v − copysign(tau, v) at the hits, with the sign of v where it is 0, and v elsewhere.
-  // Returns the largest |v|, as its bits. Writes 32 bits of the mask at a time. tau > 0.
+  // Finds the elements to send among up to kSparseBlock elements v = x + residual (may be null).
+  // Bit i of hits says whether |v_i| is at least tau, or is NaN. error, which may be null or
+  // residual, becomes v − copysign(tau, v) at the hits, with the sign of v where it is 0, and v
+  // elsewhere. Returns the largest |v|, as its bits. Writes 32 bits of the mask at a time. tau > 0.
   std::uint32_t (*threshold)(const float* x, const float* residual, float tau, std::size_t n,
                              std::uint64_t* hits, float* error) noexcept;
   // Does the same, but writes v, to memory that may be null or residual, in place of error; tau >=

@@ -13,35 +13,27 @@ namespace {
 
 class Cast final : public Codec {
  public:
-  Cast(const std::string& name, Definition::Kind kind, CastKernels Kernels::* cast, float scale)
+  Cast(const std::string& name, Definition::Kind kind, float scale)
       : Codec({.name = name,
                .definition = {.kind = kind, .scale = scale},
-               .seconds_per_byte = {5e-11, 5e-11}}),
-        cast_(cast),
-        scale_(scale) {}
+               .seconds_per_byte = {5e-11, 5e-11}}) {}
 
   std::size_t max_bytes(std::size_t n) const noexcept override { return 2 * n; }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override {
-    check_room(*this, out.size(), max_bytes(n), n);
-    (kernels().*cast_).encode(x, context.residual, scale_, out.data(), context.error, n);
+ private:
+  const CastKernels& cast() const {
+    return definition().kind == Definition::Kind::kFp16 ? kernels().fp16 : kernels().bf16;
+  }
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override {
+    cast().encode(x, context.residual, definition().scale, out, context.error, n);
     return max_bytes(n);
   }
-
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
-    return {max_bytes(n), (kernels().*cast_).decode(in.data(), scale_, y, n)};
+    const auto decode = add ? cast().decode_add : cast().decode;
+    return {max_bytes(n), decode(in.data(), definition().scale, y, n)};
   }
-
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
-    check_room(*this, in.size(), max_bytes(n), n);
-    return {max_bytes(n), (kernels().*cast_).decode_add(in.data(), scale_, y, n)};
-  }
-
- private:
-  CastKernels Kernels::* cast_;
-  float scale_;
 };
 
 // Beyond 2^±100 a decoded value could leave the range of float32.
@@ -59,12 +51,11 @@ std::shared_ptr<const Codec> make_fp16(Parameters& parameters) {
   const double scale = parameters.number("scale", 1);
   check_scale(scale);
   const std::string name = scale == 1 ? "fp16" : "fp16:scale=" + shortest(scale);
-  return std::make_shared<Cast>(name, Definition::Kind::kFp16, &Kernels::fp16,
-                                static_cast<float>(scale));
+  return std::make_shared<Cast>(name, Definition::Kind::kFp16, static_cast<float>(scale));
 }
 
 std::shared_ptr<const Codec> make_bf16(Parameters&) {
-  return std::make_shared<Cast>("bf16", Definition::Kind::kBf16, &Kernels::bf16, 1.0F);
+  return std::make_shared<Cast>("bf16", Definition::Kind::kBf16, 1.0F);
 }
 
 }  // namespace gradwire::codec

@@ -35,6 +35,12 @@ constexpr NamedFactory kCodecs[] = {
 void Codec::prepare(const float*, std::size_t, const EncodeContext&) const {}
 void Codec::adapt(std::size_t, CodecState&) const {}
 
+std::size_t Codec::encode(const float* x, std::size_t n, const EncodeContext& context,
+                          Bytes out) const {
+  check_room(*this, out.size(), max_bytes(n), n);
+  return write(x, n, context, out.data());
+}
+
 Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const {
   Decoded all;
   for (std::size_t i = 0; i < payloads.size(); ++i) {
@@ -51,9 +57,9 @@ Decoded Codec::decode_sum(std::span<const ConstBytes> payloads, float* y, std::s
 bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept {
   const auto finite = kernels().finite;
   if (finite(y, n)) return true;
-  const std::size_t unit = codec.unit();
-  for (std::size_t i = 0; unit > 1 && i < n; i += unit) {
-    const std::size_t length = std::min(unit, n - i);
+  const std::size_t block = codec.block();
+  for (std::size_t i = 0; block > 1 && i < n; i += block) {
+    const std::size_t length = std::min(block, n - i);
     if (!finite(y + i, length)) std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
   }
   return false;

@@ -1,6 +1,6 @@
-// A codec makes a run of float32 smaller on the wire. It is const and stateless: what it could not
-// send, and what it adapts from call to call, belong to the caller (codec/feedback/feedback.h). The
-// exact arithmetic of each codec is defined in its source file: one definition for every
+// A codec makes a span of float32 smaller on the wire. It is const and stateless, so any thread may
+// use it: what it could not send, and what it adapts from call to call, belong to the caller
+// (codec/feedback/feedback.h). Each codec's source file defines its arithmetic exactly, for every
 // instruction set and for CUDA. Callers hold a FloatEnvironment (codec/simd/simd.h).
 #pragma once
 
@@ -25,25 +25,24 @@ enum class Combine : std::uint8_t {
   kCompound,  // a short program of local work and plain all_reduces
 };
 
-// What codecs adapt to one extent from call to call. Each codec has its own fields, so using
-// another codec in between does not change them.
+// What codecs adapt to one array from call to call. Each codec has its own fields, so using another
+// codec in between does not change them.
 struct CodecState {
-  float tau = 0;     // of threshold; 0: not chosen yet
-  float filter = 0;  // of topk; 0: not chosen yet
-  // Of threshold, since prepare():
+  float tau = 0;     // threshold's bound; 0: not chosen yet
+  float filter = 0;  // topk's guess of its smallest value, which saves time; 0: none
+  // What threshold has counted since prepare():
   std::uint64_t sent = 0;  // elements
-  float largest = 0;       // |v| of what was encoded, finite units only
+  float largest = 0;       // the largest |v| of the blocks that are finite
 };
 
-// What encode() needs besides the values of a run: its position in the job, error feedback, and
-// state.
+// What encode() needs besides the values of a span.
 struct EncodeContext {
-  std::uint64_t call = 0;           // unique for each call, for random rounding
-  std::uint64_t element = 0;        // index of the run's first element in its extent
-  const float* residual = nullptr;  // e of the run, added to it first; null: zero
-  float* error = nullptr;           // e' of the run: written; null: not kept
-  CodecState* codec_state =
-      nullptr;  // of the run's extent, after prepare(); null: chosen from the run alone
+  std::uint64_t call = 0;           // a number that no other call has, for random rounding
+  std::uint64_t element = 0;        // index of the span's first element in its array
+  const float* residual = nullptr;  // e of the span, added to it first; null: zero
+  float* error = nullptr;           // e' of the span, which is written; null: not kept
+  // Of the array, after prepare(); null: what it would hold is chosen from the span alone.
+  CodecState* codec_state = nullptr;
   // e and e' in bfloat16, in place of the two above. codec/feedback/residuals.h converts them
   // before a codec's encode() sees the context.
   const std::uint16_t* narrow_residual = nullptr;
@@ -56,7 +55,7 @@ struct EncodeContext {
     if (narrow_residual == nullptr) return 0;
     return std::bit_cast<float>(std::uint32_t{narrow_residual[i]} << 16);
   }
-  // Returns the context of the part of the run that begins `offset` elements later.
+  // Returns the context of the rest of the span, from element `offset` on.
   EncodeContext from(std::size_t offset) const noexcept {
     EncodeContext later = *this;
     later.element += offset;
@@ -125,7 +124,7 @@ class Codec {
   const Definition& definition() const noexcept { return properties_.definition; }
   Combine combine() const noexcept { return properties_.combine; }
   bool biased() const noexcept { return properties_.biased; }
-  std::size_t unit() const noexcept { return properties_.block; }
+  std::size_t block() const noexcept { return properties_.block; }
   bool fixed_size() const noexcept { return properties_.fixed_size; }
   const SecondsPerByte& seconds_per_byte() const noexcept { return properties_.seconds_per_byte; }
   // Returns whether an all_reduce of so many ranks should gather payloads rather than encode sums
@@ -137,23 +136,26 @@ class Codec {
   // cost.
   virtual std::size_t usual_bytes(std::size_t n) const noexcept { return max_bytes(n); }
 
-  // Adapt the state: prepare() comes before the first encode() of a call, with the whole extent as
-  // this rank passed it, and adapt() after the last. The defaults adapt nothing.
+  // Adapt the state to an array of n elements: call prepare() before the first encode() of a call,
+  // with the array as this rank passed it, and adapt() after the last. The defaults do nothing.
   virtual void prepare(const float* x, std::size_t n, const EncodeContext& context) const;
   virtual void adapt(std::size_t n, CodecState& codec_state) const;
 
-  // Writes v[0, n) to out, where v = x + residual; returns the bytes written. With y = decode(out),
-  // error = v − y, and 0 where v is not finite. Finite v never decodes to NaN or Inf; a run
-  // with NaN or Inf decodes to at least one NaN or Inf, and says so in Decoded::finite. x, residual
-  // and error may not overlap, but residual and error may be the same. `out` holds at least
-  // max_bytes(n), at any alignment, or InvalidArgument is thrown.
-  virtual std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                             Bytes out) const = 0;
+  // Writes the payload of v[0, n) to `out`, where v = x + residual; returns its bytes. With y =
+  // decode(out), error = v − y, and 0 where v is not finite. Finite v never decodes to NaN or Inf;
+  // a span with NaN or Inf decodes to at least one, and Decoded::finite says so. x, residual and
+  // error may not overlap, but residual and error may be the same memory. Throws InvalidArgument
+  // where `out`, of any alignment, has less than max_bytes(n).
+  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context, Bytes out) const;
 
   // y := decoded, or y += decoded. `in` has any alignment and is not trusted: each length and index
-  // is checked, and loaded once; an impossible one throws InvalidArgument.
-  virtual Decoded decode(ConstBytes in, float* y, std::size_t n) const = 0;
-  virtual Decoded decode_add(ConstBytes in, float* y, std::size_t n) const = 0;
+  // is loaded once and checked. Throws InvalidArgument for an impossible one.
+  Decoded decode(ConstBytes in, float* y, std::size_t n) const {
+    return read(in, /*add=*/false, y, n);
+  }
+  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const {
+    return read(in, /*add=*/true, y, n);
+  }
   // y := the sum of all payloads in their order, each of which must be consumed whole. Returns
   // `finite` of all and `bytes` of the first. The default decodes the first and adds the others.
   virtual Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const;
@@ -161,13 +163,18 @@ class Codec {
  protected:
   explicit Codec(Properties properties) : properties_(std::move(properties)) {}
 
+  // encode(), decode() and decode_add() of the codec. `out` has room for max_bytes(n).
+  virtual std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                            std::byte* out) const = 0;
+  virtual Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const = 0;
+
  private:
   const Properties properties_;
 };
 
 // Treats values that are not finite, in a finished sum that nobody encodes, as the codec's encoder
-// would: codecs that send element by element (unit 1) pass Inf on, with all others the whole unit
-// becomes NaN. `y` must begin at the start of a unit. Returns whether all of it is finite.
+// would: codecs that send element by element (block 1) pass Inf on, with all others the whole block
+// becomes NaN. `y` must begin at the start of a block. Returns whether all of it is finite.
 bool mark_not_finite(const Codec& codec, float* y, std::size_t n) noexcept;
 
 // Makes a codec from "none", "fp16", "fp16:scale=1024", "bf16": a name, then key=value pairs

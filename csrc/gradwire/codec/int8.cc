@@ -27,38 +27,25 @@ class Int8 final : public Codec {
                               .stochastic = stochastic,
                               .seed = seed},
                .block = block,
-               .seconds_per_byte = {7e-11, 5e-11}}),
-        block_(block),
-        stochastic_(stochastic),
-        seed_(seed) {}
+               .seconds_per_byte = {7e-11, 5e-11}}) {}
 
   std::size_t max_bytes(std::size_t n) const noexcept override {
-    return Int8Kernels::bytes(n, block_);
-  }
-
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override {
-    check_room(*this, out.size(), max_bytes(n), n);
-    const RandomPosition position{seed_, context.call, context.element};
-    kernels().int8.encode(x, context.residual, n, block_, stochastic_ ? &position : nullptr,
-                          out.data(), context.error);
-    return max_bytes(n);
-  }
-
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
-    check_room(*this, in.size(), max_bytes(n), n);
-    return {max_bytes(n), kernels().int8.decode(in.data(), n, block_, y)};
-  }
-
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
-    check_room(*this, in.size(), max_bytes(n), n);
-    return {max_bytes(n), kernels().int8.decode_add(in.data(), n, block_, y)};
+    return Int8Kernels::bytes(n, block());
   }
 
  private:
-  std::size_t block_;
-  bool stochastic_;
-  std::uint64_t seed_;
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override {
+    const RandomPosition position{definition().seed, context.call, context.element};
+    kernels().int8.encode(x, context.residual, n, block(),
+                          definition().stochastic ? &position : nullptr, out, context.error);
+    return max_bytes(n);
+  }
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const override {
+    check_room(*this, in.size(), max_bytes(n), n);
+    const auto decode = add ? kernels().int8.decode_add : kernels().int8.decode;
+    return {max_bytes(n), decode(in.data(), n, block(), y)};
+  }
 };
 
 }  // namespace

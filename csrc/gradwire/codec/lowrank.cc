@@ -75,11 +75,10 @@ LowRank::LowRank(std::size_t rank)
                         std::to_string(kMostRank));
 }
 
-std::size_t LowRank::encode(const float*, std::size_t, const EncodeContext&, Bytes) const {
+std::size_t LowRank::write(const float*, std::size_t, const EncodeContext&, std::byte*) const {
   refuse(*this);
 }
-Decoded LowRank::decode(ConstBytes, float*, std::size_t) const { refuse(*this); }
-Decoded LowRank::decode_add(ConstBytes, float*, std::size_t) const { refuse(*this); }
+Decoded LowRank::read(ConstBytes, bool, float*, std::size_t) const { refuse(*this); }
 
 bool worth_factoring(const Factors& of) noexcept {
   return (of.rows + of.columns) * of.rank < of.rows * of.columns;

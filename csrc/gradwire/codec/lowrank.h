@@ -5,8 +5,8 @@
 // all residuals add up to all inputs, whatever q the ranks began with. The next call begins with
 // this one's q: over calls that is a power iteration.
 //
-// exec/program/program.h drives this. Here is what one rank computes between the sums,
-// besides the kernels of codec/factors.h.
+// exec/program/program.h makes the sums. Here is what one rank computes between them, besides the
+// kernels of codec/factors.h.
 #pragma once
 
 #include <span>
@@ -26,9 +26,10 @@ class LowRank final : public Codec {
 
   std::size_t rank() const noexcept { return definition().rank; }
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
-  std::size_t encode(const float*, std::size_t, const EncodeContext&, Bytes) const override;
-  Decoded decode(ConstBytes, float*, std::size_t) const override;
-  Decoded decode_add(ConstBytes, float*, std::size_t) const override;
+
+ private:
+  std::size_t write(const float*, std::size_t, const EncodeContext&, std::byte*) const override;
+  Decoded read(ConstBytes, bool, float*, std::size_t) const override;
 };
 
 // Returns whether two factors have fewer elements than the matrix. Other matrices travel as they

@@ -16,29 +16,23 @@ class None final : public Codec {
 
   std::size_t max_bytes(std::size_t n) const noexcept override { return n * sizeof(float); }
 
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override {
-    check_room(*this, out.size(), max_bytes(n), n);
+ private:
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override {
     if (n == 0) return 0;
-    std::memcpy(out.data(), x, max_bytes(n));
-    if (context.residual != nullptr) sum()(out.data(), context.residual, n);
+    std::memcpy(out, x, max_bytes(n));
+    if (context.residual != nullptr) sum()(out, context.residual, n);
     if (context.error != nullptr) std::memset(context.error, 0, max_bytes(n));
     return max_bytes(n);
   }
-
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const override {
     check_room(*this, in.size(), max_bytes(n), n);
-    if (n > 0) std::memcpy(y, in.data(), max_bytes(n));
+    if (add)
+      sum()(y, in.data(), n);
+    else if (n > 0)
+      std::memcpy(y, in.data(), max_bytes(n));
     return {max_bytes(n), kernels().finite(y, n)};
   }
-
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
-    check_room(*this, in.size(), max_bytes(n), n);
-    sum()(y, in.data(), n);
-    return {max_bytes(n), kernels().finite(y, n)};
-  }
-
- private:
   static ReduceKernel sum() {
     return kernels().reduce[static_cast<std::size_t>(DType::kFloat32)]
                            [static_cast<std::size_t>(ReduceOp::kSum)];

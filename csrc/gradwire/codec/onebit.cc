@@ -122,31 +122,17 @@ class OneBit final : public Codec {
                .biased = true,
                .block = block,
                .fixed_size = false,
-               .seconds_per_byte = {8e-11, 8e-11}}),
-        block_(block) {}
+               .seconds_per_byte = {8e-11, 8e-11}}) {}
 
   // Two ranks send as many bytes either way, but encode once instead of twice when they gather.
   bool gathers(int ranks) const noexcept override { return ranks <= 2; }
   std::size_t max_bytes(std::size_t n) const noexcept override {
-    const std::size_t rest = n % block_;
-    return n / block_ * OneBitKernels::most_bytes(block_) +
+    const std::size_t rest = n % block();
+    return n / block() * OneBitKernels::most_bytes(block()) +
            (rest == 0 ? 0 : OneBitKernels::most_bytes(rest));
   }
   std::size_t usual_bytes(std::size_t n) const noexcept override {  // no block has a mask
-    return (n + block_ - 1) / block_ * kHeader + (n + 7) / 8;
-  }
-
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override {
-    check_room(*this, out.size(), max_bytes(n), n);
-    return kernels().one_bit.encode(x, context.residual, n, block_, out.data(), context.error);
-  }
-
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const override {
-    return decode(in, /*add=*/false, y, n);
-  }
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const override {
-    return decode(in, /*add=*/true, y, n);
+    return (n + block() - 1) / block() * kHeader + (n + 7) / 8;
   }
 
   Decoded decode_sum(std::span<const ConstBytes> payloads, float* y, std::size_t n) const override {
@@ -162,11 +148,15 @@ class OneBit final : public Codec {
  private:
   static constexpr std::size_t kAtOnce = 64;  // payloads, so that their cursors fit the stack
 
-  Decoded decode(ConstBytes in, bool add, float* y, std::size_t n) const {
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override {
+    return kernels().one_bit.encode(x, context.residual, n, block(), out, context.error);
+  }
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const override {
     Cursor cursor(*this, in);
     Scratch scratch;
-    for (std::size_t i = 0; i < n; i += block_) {
-      const std::size_t length = std::min(block_, n - i);
+    for (std::size_t i = 0; i < n; i += block()) {
+      const std::size_t length = std::min(block(), n - i);
       const OneBitPlane plane = cursor.next(length, scratch);
       kernels().one_bit.sum(&plane, 1, add, y + i, length);
     }
@@ -178,8 +168,8 @@ class OneBit final : public Codec {
     std::array<Cursor, kAtOnce> cursors;
     for (std::size_t p = 0; p < payloads.size(); ++p) cursors[p] = Cursor(*this, payloads[p]);
     const auto used = std::span(cursors).first(payloads.size());
-    for (std::size_t i = 0; i < n; i += block_)
-      sum_block(used, /*add=*/first > 0, y + i, std::min(block_, n - i));
+    for (std::size_t i = 0; i < n; i += block())
+      sum_block(used, /*add=*/first > 0, y + i, std::min(block(), n - i));
     for (std::size_t p = 0; p < used.size(); ++p)
       if (used[p].left() > 0)
         throw InvalidArgument("codec '" + name() + "': payload " + std::to_string(first + p) +
@@ -197,8 +187,6 @@ class OneBit final : public Codec {
       kernels().one_bit.sum(planes.data(), group.size(), add || p > 0, y, n);
     }
   }
-
-  std::size_t block_;
 };
 
 }  // namespace

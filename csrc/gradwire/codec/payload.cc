@@ -16,14 +16,14 @@ namespace {
 
 using Transaction = ErrorFeedback::Transaction;
 
-Factors factors_of(const LowRank& codec, Matrix shape) {
+Factors factors_of(const LowRank& codec, MatrixShape shape) {
   return {shape.rows, shape.columns, codec.rank()};
 }
 
 std::size_t factor_elements(const Factors& of) { return (of.rows + of.columns) * of.rank; }
 
 // Returns the codec if it is lowrank and the matrix is to be factored, else null.
-const LowRank* factoring(const Codec& codec, Matrix shape) {
+const LowRank* factoring(const Codec& codec, MatrixShape shape) {
   if (codec.definition().kind != Definition::Kind::kLowRank) return nullptr;
   const auto& lowrank = static_cast<const LowRank&>(codec);
   return worth_factoring(factors_of(lowrank, shape)) ? &lowrank : nullptr;
@@ -44,9 +44,9 @@ bool finite_sum(const float* x, std::size_t n, const EncodeContext& context) {
 }
 
 // A matrix's factors, p and then q with headroom (codec/factors.h), while they are made.
-class FactoredMatrix {
+class MatrixFactors {
  public:
-  FactoredMatrix(const Factors& of, const float* x, const EncodeContext& context)
+  MatrixFactors(const Factors& of, const float* x, const EncodeContext& context)
       : of_(of), context_(context), x_(x), factors_(factor_elements(of)) {
     if (context.has_residual()) {
       sum_.assign(x, x + elements());
@@ -92,9 +92,9 @@ class FactoredMatrix {
   std::vector<float> sum_, factors_;
 };
 
-std::size_t encode_factors(const LowRank& codec, const float* x, Matrix shape, Bytes out,
+std::size_t encode_factors(const LowRank& codec, const float* x, MatrixShape shape, Bytes out,
                            const EncodeContext& context, bool finite, Transaction& transaction) {
-  FactoredMatrix matrix(factors_of(codec, shape), x, context);
+  MatrixFactors matrix(factors_of(codec, shape), x, context);
   if (finite)
     matrix.factor(transaction.is_open() ? transaction.memory(0) : std::span<const float>());
   else
@@ -106,7 +106,7 @@ std::size_t encode_factors(const LowRank& codec, const float* x, Matrix shape, B
   return bytes.size();
 }
 
-void decode_factors(const LowRank& codec, ConstBytes in, Matrix shape, float* y) {
+void decode_factors(const LowRank& codec, ConstBytes in, MatrixShape shape, float* y) {
   const Factors of = factors_of(codec, shape);
   std::vector<float> factors(factor_elements(of));
   std::memcpy(factors.data(), in.data(), in.size());
@@ -139,13 +139,13 @@ std::size_t encode_elements(const Codec& codec, const float* x, std::size_t n, B
 
 }  // namespace
 
-std::size_t most_payload(const Codec& codec, Matrix shape) noexcept {
+std::size_t most_payload(const Codec& codec, MatrixShape shape) noexcept {
   if (const LowRank* lowrank = factoring(codec, shape))
     return factor_elements(factors_of(*lowrank, shape)) * sizeof(float);
   return codec.max_bytes(shape.elements());
 }
 
-std::size_t encode_array(const Codec& codec, const float* x, Matrix shape, Bytes out,
+std::size_t encode_array(const Codec& codec, const float* x, MatrixShape shape, Bytes out,
                          ErrorFeedback* feedback, const std::string& key, std::uint64_t call) {
   const FloatEnvironment environment;
   const std::size_t n = shape.elements();
@@ -168,7 +168,7 @@ std::size_t encode_array(const Codec& codec, const float* x, Matrix shape, Bytes
   return bytes;
 }
 
-void decode_array(const Codec& codec, ConstBytes in, Matrix shape, float* y) {
+void decode_array(const Codec& codec, ConstBytes in, MatrixShape shape, float* y) {
   const FloatEnvironment environment;
   const std::size_t n = shape.elements();
   std::size_t used = 0;

@@ -12,24 +12,24 @@
 
 namespace gradwire::codec {
 
-// Only lowrank tells matrices from runs of as many elements.
-struct Matrix {
+// An array's shape, which only lowrank needs; other codecs take its elements as they lie.
+struct MatrixShape {
   std::size_t rows = 0, columns = 0;
 
   std::size_t elements() const noexcept { return rows * columns; }
 };
 
 // Returns the most bytes that encode_array() writes.
-std::size_t most_payload(const Codec& codec, Matrix shape) noexcept;
+std::size_t most_payload(const Codec& codec, MatrixShape shape) noexcept;
 
 // Writes the payload of x plus the key's residual; returns its bytes. What it does not hold becomes
 // the new residual; where x or the sum holds NaN or Inf, the payload does too and the residual
 // stays. Without `feedback` there is none, and `call` tells random roundings apart. Throws
 // InvalidArgument where the key is in use or its residual has another length.
-std::size_t encode_array(const Codec& codec, const float* x, Matrix shape, Bytes out,
+std::size_t encode_array(const Codec& codec, const float* x, MatrixShape shape, Bytes out,
                          ErrorFeedback* feedback, const std::string& key, std::uint64_t call);
 
 // y := decoded. `in` is not trusted: one that no array of this shape has throws InvalidArgument.
-void decode_array(const Codec& codec, ConstBytes in, Matrix shape, float* y);
+void decode_array(const Codec& codec, ConstBytes in, MatrixShape shape, float* y);
 
 }  // namespace gradwire::codec

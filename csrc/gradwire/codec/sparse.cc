@@ -10,7 +10,6 @@
 #include "gradwire/base/error.h"
 #include "gradwire/codec/bits.h"
 #include "gradwire/codec/simd/simd.h"
-#include "gradwire/codec/spec.h"
 
 namespace gradwire::codec {
 namespace {
@@ -66,7 +65,7 @@ void write_gap(BitWriter& bits, std::uint32_t gap, unsigned low) {
 std::uint32_t read_gap(BitReader& bits, unsigned low) {
   std::uint32_t zeros = 0;
   for (; bits.peek() == 0; zeros += 32)
-    if (zeros > kSparseUnit || !bits.skip(32)) refuse("a gap does not end");
+    if (zeros > kSparseBlock || !bits.skip(32)) refuse("a gap does not end");
   const auto last = static_cast<unsigned>(std::countr_zero(bits.peek()));
   bits.skip(last + 1);
   const auto rest = static_cast<std::uint32_t>(bits.peek() & ((1U << low) - 1));
@@ -172,7 +171,7 @@ void PayloadReader::list(std::size_t n, Positions& out) {
   out.count = count;
   for (std::size_t k = 0; k < count; ++k)
     if (out.index[k] >= n || (k > 0 && out.index[k] <= out.index[k - 1]))
-      refuse("its indices do not ascend, or leave the unit");
+      refuse("its indices do not ascend, or leave the block");
 }
 
 void PayloadReader::gaps(unsigned low, std::size_t n, Positions& out) {
@@ -182,7 +181,7 @@ void PayloadReader::gaps(unsigned low, std::size_t n, Positions& out) {
   std::size_t next = 0;
   for (std::size_t k = 0; k < count; ++k) {
     const std::size_t i = next + read_gap(bits, low);
-    if (i >= n) refuse("its gaps leave the unit");
+    if (i >= n) refuse("its gaps leave the block");
     out.index[k] = static_cast<std::uint16_t>(i);
     next = i + 1;
   }
@@ -195,7 +194,7 @@ void PayloadReader::bitmap(std::size_t n, Positions& out) {
   hits[(n + 63) / 64 - 1] = 0;
   const ConstBytes bytes = take((n + 7) / 8);
   std::memcpy(hits.data(), bytes.data(), bytes.size());
-  if (n % 64 != 0 && hits[n / 64] >> (n % 64) != 0) refuse("its bitmap leaves the unit");
+  if (n % 64 != 0 && hits[n / 64] >> (n % 64) != 0) refuse("its bitmap leaves the block");
   out.take(hits, n);
 }
 
@@ -216,11 +215,12 @@ SparseScratch& SparseScratch::mine() {
 namespace {
 
 // Returns a magnitude that some 1.5 k elements exceed, as estimated from a sample; 0 for none.
-float sampled_filter(UnitSource unit, std::size_t k, SparseScratch& scratch) {
-  const std::size_t stride = std::max<std::size_t>(1, unit.n / kSamples);
+float sampled_filter(BlockSource block, std::size_t k, SparseScratch& scratch) {
+  const std::size_t stride = std::max<std::size_t>(1, block.n / kSamples);
   std::size_t count = 0;
-  for (std::size_t i = 0; i < unit.n; i += stride) scratch.order[count++] = magnitude_bits(unit[i]);
-  const std::size_t rank = (3 * k * count) / (2 * unit.n) + 4;
+  for (std::size_t i = 0; i < block.n; i += stride)
+    scratch.order[count++] = magnitude_bits(block[i]);
+  const std::size_t rank = (3 * k * count) / (2 * block.n) + 4;
   if (rank >= count) return 0;
   const auto nth = scratch.order.begin() + static_cast<std::ptrdiff_t>(rank);
   std::nth_element(scratch.order.begin(), nth,
@@ -234,11 +234,11 @@ std::uint64_t rank_of(float v, std::uint16_t index) {
 }
 
 // Drops all but the k largest of the positions; returns the smallest magnitude of those.
-std::uint32_t keep_largest(UnitSource unit, std::size_t k, SparseScratch& scratch) {
+std::uint32_t keep_largest(BlockSource block, std::size_t k, SparseScratch& scratch) {
   Positions& positions = scratch.positions;
   const auto end = static_cast<std::ptrdiff_t>(positions.count);
   for (std::size_t c = 0; c < positions.count; ++c)
-    scratch.ranks[c] = rank_of(unit[positions.index[c]], positions.index[c]);
+    scratch.ranks[c] = rank_of(block[positions.index[c]], positions.index[c]);
   std::copy_n(scratch.ranks.begin(), end, scratch.order.begin());
   const auto last = scratch.order.begin() + static_cast<std::ptrdiff_t>(k - 1);
   std::nth_element(scratch.order.begin(), last, scratch.order.begin() + end, std::greater<>());
@@ -253,72 +253,66 @@ std::uint32_t keep_largest(UnitSource unit, std::size_t k, SparseScratch& scratc
 
 }  // namespace
 
-std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float& filter,
+std::uint32_t select_largest(BlockSource block, std::size_t k, float* keep, float& filter,
                              SparseScratch& scratch) {
   const auto pass = [&] {
-    scratch.hits[(unit.n - 1) / 64] = 0;
-    const std::uint32_t largest =
-        kernels().sparse.filter(unit.x, unit.residual, filter, unit.n, scratch.hits.data(), keep);
-    if (keep != nullptr) unit = {keep, nullptr, unit.n};
+    scratch.hits[(block.n - 1) / 64] = 0;
+    const std::uint32_t largest = kernels().sparse.filter(block.x, block.residual, filter, block.n,
+                                                          scratch.hits.data(), keep);
+    if (keep != nullptr) block = {keep, nullptr, block.n};
     keep = nullptr;
-    scratch.positions.take(scratch.hits, unit.n);
+    scratch.positions.take(scratch.hits, block.n);
     return largest;
   };
   const bool guessed = filter > 0;
-  if (!guessed) filter = sampled_filter(unit, k, scratch);
+  if (!guessed) filter = sampled_filter(block, k, scratch);
   const std::uint32_t largest = pass();
   if (largest >= kInfinityBits) return largest;
   if (scratch.positions.count < k && guessed) {
-    filter = sampled_filter(unit, k, scratch);
+    filter = sampled_filter(block, k, scratch);
     pass();
   }
   if (scratch.positions.count < k) {
     filter = 0;
     pass();
   }
-  const std::uint32_t smallest = keep_largest(unit, k, scratch);
+  const std::uint32_t smallest = keep_largest(block, k, scratch);
   filter = std::bit_cast<float>(smallest) * 0.9375F;
   return smallest;
 }
 
-SparseCodec::SparseCodec(const std::string& name, const Definition& definition, double density,
+SparseCodec::SparseCodec(const std::string& name, const Definition& definition,
                          SecondsPerByte seconds)
     : Codec({.name = name,
              .definition = definition,
              .biased = true,
-             .block = kSparseUnit,
+             .block = kSparseBlock,
              .fixed_size = false,
-             .seconds_per_byte = seconds}),
-      density_(density) {}
+             .seconds_per_byte = seconds}) {}
 
 std::size_t SparseCodec::max_bytes(std::size_t n) const noexcept {
-  const std::size_t rest = n % kSparseUnit;
-  return n / kSparseUnit * most_bytes(kSparseUnit) + (rest > 0 ? most_bytes(rest) : 0);
+  const std::size_t rest = n % kSparseBlock;
+  return n / kSparseBlock * most_bytes(kSparseBlock) + (rest > 0 ? most_bytes(rest) : 0);
 }
 
-std::size_t SparseCodec::encode(const float* x, std::size_t n, const EncodeContext& context,
-                                Bytes out) const {
-  check_room(*this, out.size(), max_bytes(n), n);
+std::size_t SparseCodec::write(const float* x, std::size_t n, const EncodeContext& context,
+                               std::byte* out) const {
   std::size_t size = 0;
-  for (std::size_t i = 0; i < n; i += kSparseUnit) {
+  for (std::size_t i = 0; i < n; i += kSparseBlock) {
     const EncodeContext here = context.from(i);
-    size += encode_unit({x + i, here.residual, std::min(kSparseUnit, n - i)}, here.error,
-                        here.codec_state, out.data() + size);
+    size += encode_block({x + i, here.residual, std::min(kSparseBlock, n - i)}, here.error,
+                         here.codec_state, out + size);
   }
   return size;
 }
 
-Decoded SparseCodec::decode(ConstBytes in, float* y, std::size_t n) const {
-  if (n > 0) std::memset(y, 0, n * sizeof(float));
-  return read(in, /*add=*/false, y, n);
-}
-
 Decoded SparseCodec::read(ConstBytes in, bool add, float* y, std::size_t n) const {
+  if (!add && n > 0) std::memset(y, 0, n * sizeof(float));
   PayloadReader reader(in);
   Positions& positions = SparseScratch::mine().positions;
   bool finite = true;
-  for (std::size_t i = 0; i < n; i += kSparseUnit) {
-    const std::size_t length = std::min(kSparseUnit, n - i);
+  for (std::size_t i = 0; i < n; i += kSparseBlock) {
+    const std::size_t length = std::min(kSparseBlock, n - i);
     if (reader.positions(length, positions) == PositionFormat::kNotFinite) {
       std::fill_n(y + i, length, std::numeric_limits<float>::quiet_NaN());
       finite = false;

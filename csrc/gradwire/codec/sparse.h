@@ -1,22 +1,22 @@
-// What the sparse codecs share: which elements of a unit are sent, how their positions travel, and
+// What the sparse codecs share: which elements of a block are sent, how their positions travel, and
 // the selection of the largest.
 //
-// A payload is one part per unit, and each part can be decoded alone. A part begins with
+// A payload holds one record per block, which can be decoded alone. A record begins with
 //   1 byte   bits 0-2 PositionFormat, bits 3-6 low bits of a gap (kGaps, else 0), bit 7 zero
 //   kList    count, then 2 bytes an index
 //   kGaps    count, then for each index the gap to the one before it, less 1, in Golomb-Rice code:
 //            gap >> low zero bits, a one bit, the low bits; first bit lowest, padded to whole bytes
-//   kBitmap  1 bit an element of the unit, first bit lowest, padded to whole bytes
+//   kBitmap  1 bit an element of the block, first bit lowest, padded to whole bytes
 //   kAll     nothing: every element is sent
-//   kNone, kNotFinite  nothing, and nothing follows: no element is sent; all of the unit is NaN
+//   kNone, kNotFinite  nothing, and nothing follows: no element is sent; all of the block is NaN
 // where count is 1 byte below 128, else 2: (low 7 bits | 128), the rest. Positions take the format
 // with the fewest bytes, the first listed of equal ones, and the lowest `low` of the best. Numbers
 // are little-endian. What the codec says of each element that is sent follows.
 //
-// A unit has 32,768 elements. Where rows differ in scale as e^N(0, 1) does, top-k by units of
+// A block has 32,768 elements. Where rows differ in scale as e^N(0, 1) does, top-k by blocks of
 // 8,192, 32,768 and 131,072 catches 36, 68 and 90 % of the squares that one top-k of all elements
-// does at density 0.001, and 71, 94 and 99 % at 0.01 (kernels_sparse.cc). Smaller units balance
-// chunks better, and a unit and its payload should fit the L2 cache.
+// does at density 0.001, and 71, 94 and 99 % at 0.01 (kernels_sparse.cc). Smaller blocks balance
+// chunks better, and a block and its payload should fit the L2 cache.
 #pragma once
 
 #include <array>
@@ -45,9 +45,9 @@ constexpr bool worth_gathering(int ranks, double density) noexcept {
 
 enum class PositionFormat : std::uint8_t { kNone, kList, kGaps, kBitmap, kAll, kNotFinite };
 
-// Ascending indices within a unit.
+// Ascending indices within a block.
 struct Positions {
-  std::array<std::uint16_t, kSparseUnit> index;
+  std::array<std::uint16_t, kSparseBlock> index;
   std::size_t count = 0;
 
   std::span<const std::uint16_t> all() const { return {index.data(), count}; }
@@ -79,8 +79,8 @@ class PayloadReader {
   ConstBytes left_;
 };
 
-// A run of at most one unit of v = x + residual.
-struct UnitSource {
+// A run of at most one block of v = x + residual.
+struct BlockSource {
   const float* x;
   const float* residual;  // may be null
   std::size_t n;
@@ -88,64 +88,59 @@ struct UnitSource {
   float operator[](std::size_t i) const { return residual == nullptr ? x[i] : x[i] + residual[i]; }
 };
 
-// A codec of units, of which only some elements are sent. Those that derive from it define a unit's
-// part of the payload.
+// A codec that sends only some elements of each block. A class that derives from it defines what
+// follows a block's positions.
 class SparseCodec : public Codec {
  public:
   std::size_t max_bytes(std::size_t n) const noexcept final;
-  bool gathers(int ranks) const noexcept final { return worth_gathering(ranks, density_); }
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override;
-  Decoded decode(ConstBytes in, float* y, std::size_t n) const final;
-  Decoded decode_add(ConstBytes in, float* y, std::size_t n) const final {
-    return read(in, /*add=*/true, y, n);
+  // What reaches a given τ is unknown, so its density is taken to be 1.
+  bool gathers(int ranks) const noexcept final {
+    return worth_gathering(ranks, definition().tau > 0 ? 1 : definition().density);
   }
 
  protected:
-  // `density`: the most that is expected, of all elements.
-  SparseCodec(const std::string& name, const Definition& definition, double density,
-              SecondsPerByte seconds);
+  SparseCodec(const std::string& name, const Definition& definition, SecondsPerByte seconds);
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override;
 
  private:
-  virtual std::size_t most_bytes(std::size_t n) const noexcept = 0;  // of n elements of one unit
-  // Encodes one unit; `state` is null where there is none. Returns the bytes written.
-  virtual std::size_t encode_unit(UnitSource unit, float* error, CodecState* state,
-                                  std::byte* out) const = 0;
-  // Reads what follows a unit's positions. Values that replace those of y (`add` is false) find
-  // zeros there. Returns whether all are finite.
+  virtual std::size_t most_bytes(std::size_t n) const noexcept = 0;  // of n elements of one block
+  // Encodes one block; `state` is null where there is none. Returns the bytes written.
+  virtual std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+                                   std::byte* out) const = 0;
+  // Reads what follows a block's positions, and adds it to y or (`add` is false) puts it in place
+  // of zeros there. Returns whether all of it is finite.
   virtual bool read_values(PayloadReader& reader, const Positions& positions, bool add,
                            float* y) const = 0;
-  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const;
-
-  double density_;
+  Decoded read(ConstBytes in, bool add, float* y, std::size_t n) const final;
 };
 
 // Returns how many of n elements a density stands for: rounded, at least one.
 std::size_t share_of(double density, std::size_t n) noexcept;
 
-// Clears the errors that are not finite, of a unit that holds NaN or Inf; `error` may be null.
+// Clears the errors that are not finite, of a block that holds NaN or Inf; `error` may be null.
 void clear_not_finite(float* error, std::size_t n);
 
 // Returns the bits of |x|, which compare as magnitudes do.
 std::uint32_t magnitude_bits(float x) noexcept;
 constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 
-// What a thread needs to work on a unit. Allocated once per thread.
+// What a thread needs to work on a block, too large for its stack.
 struct SparseScratch {
   HitMask hits;
   Positions positions;
-  std::array<std::uint64_t, kSparseUnit> ranks, order;
-  std::array<float, kSparseUnit> values, errors;
+  std::array<std::uint64_t, kSparseBlock> ranks, order;
+  std::array<float, kSparseBlock> values, errors;
 
   static SparseScratch& mine();
 };
 
-// Writes the positions of the unit's k largest |v|, ties to the lower index, to scratch.positions,
+// Writes the positions of the block's k largest |v|, ties to the lower index, to scratch.positions,
 // and v itself to `keep`, which may be null or the residual. Returns the smallest magnitude among
 // the k, or kInfinityBits or more where v is not all finite. `filter` is a guess of that magnitude,
 // 0 for none: it decides how long this takes and nothing else, and becomes a guess for the next
-// unit.
-std::uint32_t select_largest(UnitSource unit, std::size_t k, float* keep, float& filter,
+// block.
+std::uint32_t select_largest(BlockSource block, std::size_t k, float* keep, float& filter,
                              SparseScratch& scratch);
 
 }  // namespace gradwire::codec

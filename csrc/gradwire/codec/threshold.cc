@@ -1,14 +1,14 @@
 // threshold: sends ±τ for each element that reaches it (Strom 2015); the rest stays in the error.
-// For each unit of v := x + residual, in binary32, each operation rounded once:
+// For each block of v := x + residual, in binary32, each operation rounded once:
 //   sent where |v| >= τ; y := copysign(τ, v) there and 0 elsewhere; error := v − y, and −0 where
 //   v is −τ: an error has the sign of its v, so that one pass needs no mask of signs.
-//   A unit with NaN or Inf decodes to NaN; its errors are the same, 0 where v is not finite.
-// A unit's part of the payload: its positions (codec/sparse.h); then, if any, τ as float32 and one
-// sign bit for each position, first bit lowest.
+//   A block with NaN or Inf decodes to NaN; its errors are the same, 0 where v is not finite.
+// A block's record in the payload: its positions (codec/sparse.h); then, if any, τ as float32 and
+// one sign bit for each position, first bit lowest.
 //
-// τ is given (tau=), or follows a target density, per extent and rank:
+// τ is given (tau=), or follows a target density, per array and rank:
 //   prepare: the first τ reaches the density on |x + residual|, of which only every k-th element
-//   is looked at in a large extent. Where that τ would be 0, it is the largest element looked at.
+//   is looked at in a large array. Where that τ would be 0, it is the largest element looked at.
 //   adapt: with feedback, elements walk at random until they reach τ, so that density is about
 //   (σ / τ)² for steps of σ. A step of τ is a fixed part of σ, because moving τ by σ already stops
 //   or doubles what is sent. With r := sent / target,
@@ -17,7 +17,7 @@
 //     τ := limit(τ, L / 256, L · 1.25) where L > 0 is the largest |v| that was encoded: an element
 //     waits for 256 calls at most, even where fewer are not zero than the target.
 // Without feedback each call prepares anew. Where all of x was 0, or prepare() was not called, each
-// unit takes as τ the smallest of the magnitudes that the target density would send of it.
+// block takes as τ the smallest of the magnitudes that the target density would send of it.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -59,10 +59,9 @@ float first_tau(const float* x, std::size_t n, const EncodeContext& context, dou
 
 class Threshold final : public SparseCodec {
  public:
-  // What reaches a given τ is unknown, so its density is taken to be 1.
   Threshold(const std::string& name, float tau, double density)
       : SparseCodec(name, {.kind = Definition::Kind::kThreshold, .tau = tau, .density = density},
-                    tau > 0 ? 1 : density, {6e-11, 2e-11}),
+                    {6e-11, 2e-11}),
         tau_(tau),
         density_(density) {}
 
@@ -76,10 +75,10 @@ class Threshold final : public SparseCodec {
   std::size_t most_bytes(std::size_t n) const noexcept override {
     return most_position_bytes(n) + sizeof(float) + (n + 7) / 8;
   }
-  // Returns τ for one unit, which is chosen from the unit alone where nothing else says it.
-  float tau_of(UnitSource unit, const CodecState* state) const;
-  std::size_t encode_unit(UnitSource unit, float* error, CodecState* state,
-                          std::byte* out) const override;
+  // Returns τ for one block, which is chosen from the block alone where nothing else says it.
+  float tau_of(BlockSource block, const CodecState* state) const;
+  std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+                           std::byte* out) const override;
   bool read_values(PayloadReader& reader, const Positions& positions, bool add,
                    float* y) const override;
 
@@ -102,7 +101,7 @@ void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
 }
 
 // Writes a sign bit for each position; `v` has the signs.
-std::size_t write_signs(const Positions& positions, UnitSource v, std::byte* out) {
+std::size_t write_signs(const Positions& positions, BlockSource v, std::byte* out) {
   const std::size_t bytes = (positions.count + 7) / 8;
   std::memset(out, 0, bytes);
   for (std::size_t k = 0; k < positions.count; ++k) {
@@ -113,46 +112,46 @@ std::size_t write_signs(const Positions& positions, UnitSource v, std::byte* out
 }
 
 // Returns the largest magnitude at the positions, or the least float above 0 where all are 0.
-float largest_of(UnitSource unit, const Positions& positions) {
+float largest_of(BlockSource block, const Positions& positions) {
   float most = std::numeric_limits<float>::denorm_min();
-  for (const std::size_t i : positions.all()) most = std::max(most, std::fabs(unit[i]));
+  for (const std::size_t i : positions.all()) most = std::max(most, std::fabs(block[i]));
   return most;
 }
 
-float Threshold::tau_of(UnitSource unit, const CodecState* state) const {
+float Threshold::tau_of(BlockSource block, const CodecState* state) const {
   if (tau_ > 0) return tau_;
   if (state != nullptr && usable(state->tau)) return state->tau;
   SparseScratch& scratch = SparseScratch::mine();
   float filter = 0;
   const std::uint32_t smallest =
-      select_largest(unit, share_of(density_, unit.n), nullptr, filter, scratch);
+      select_largest(block, share_of(density_, block.n), nullptr, filter, scratch);
   if (smallest >= kInfinityBits) return 1;
-  return smallest > 0 ? std::bit_cast<float>(smallest) : largest_of(unit, scratch.positions);
+  return smallest > 0 ? std::bit_cast<float>(smallest) : largest_of(block, scratch.positions);
 }
 
-std::size_t Threshold::encode_unit(UnitSource unit, float* error, CodecState* state,
-                                   std::byte* out) const {
-  const float tau = tau_of(unit, state);
+std::size_t Threshold::encode_block(BlockSource block, float* error, CodecState* state,
+                                    std::byte* out) const {
+  const float tau = tau_of(block, state);
   SparseScratch& scratch = SparseScratch::mine();
-  scratch.hits[(unit.n - 1) / 64] = 0;
+  scratch.hits[(block.n - 1) / 64] = 0;
   const std::uint32_t largest =
-      kernels().sparse.threshold(unit.x, unit.residual, tau, unit.n, scratch.hits.data(), error);
+      kernels().sparse.threshold(block.x, block.residual, tau, block.n, scratch.hits.data(), error);
   if (largest >= kInfinityBits) {
-    clear_not_finite(error, unit.n);
+    clear_not_finite(error, block.n);
     return write_not_finite(out);
   }
-  scratch.positions.take(scratch.hits, unit.n);
+  scratch.positions.take(scratch.hits, block.n);
   if (state != nullptr) {
     state->sent += scratch.positions.count;
     state->largest = std::max(state->largest, std::bit_cast<float>(largest));
   }
-  std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
+  std::size_t size = write_positions(scratch.positions.all(), block.n, out);
   if (scratch.positions.count == 0) return size;
   std::memcpy(out + size, &tau, sizeof tau);
   size += sizeof tau;
   if (error != nullptr)
-    unit = {error, nullptr, unit.n};  // has the signs of v; residual may be overwritten
-  return size + write_signs(scratch.positions, unit, out + size);
+    block = {error, nullptr, block.n};  // has the signs of v; residual may be overwritten
+  return size + write_signs(scratch.positions, block, out + size);
 }
 
 // Zeros need no `add` of their own: a sum with ±τ is ±τ.

@@ -1,13 +1,13 @@
-// topk: sends the largest elements of each unit, exactly (the selection of Lin 2018, sec. 3; the
-// caller does what helps it converge besides feedback, such as momentum correction). For each unit
+// topk: sends the largest elements of each block, exactly (the selection of Lin 2018, sec. 3; the
+// caller does what helps it converge besides feedback, such as momentum correction). For each block
 // of v := x + residual, rounded once:
-//   k := density · elements of the unit, rounded, at least 1; the k largest |v| are sent, of equal
+//   k := density · elements of the block, rounded, at least 1; the k largest |v| are sent, of equal
 //   ones those with the lower index. y := v there, 0 elsewhere; error := v − y.
 //   values=fp16, bf16: y := v in that format, to nearest even, limited to its largest.
-//   A unit with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
-// A unit's part of the payload: its positions (codec/sparse.h), then their values.
+//   A block with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
+// A block's record in the payload: its positions (codec/sparse.h), then their values.
 //
-// CodecState::filter passes the last unit's threshold on to the next unit. It changes no result.
+// CodecState::filter passes the last block's threshold on to the next block. It changes no result.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -23,70 +23,69 @@ namespace {
 
 class TopK final : public SparseCodec {
  public:
-  // `cast` says as what values travel; null for float32.
-  TopK(const std::string& name, double density, Definition::Kind values,
-       CastKernels Kernels::* cast)
+  TopK(const std::string& name, double density, Definition::Kind values)
       : SparseCodec(name, {.kind = Definition::Kind::kTopK, .density = density, .values = values},
-                    density, {1e-10, 2e-11}),
-        density_(density),
-        cast_(cast) {}
+                    {1e-10, 2e-11}) {}
 
  private:
-  std::size_t value_bytes() const { return cast_ == nullptr ? sizeof(float) : 2; }
-  std::size_t most_bytes(std::size_t n) const noexcept override {
-    return most_position_bytes(n) + share_of(density_, n) * value_bytes();
+  // Returns the kernels of the format in which values travel; null for float32.
+  const CastKernels* cast() const {
+    const Definition::Kind values = definition().values;
+    if (values == Definition::Kind::kNone) return nullptr;
+    return values == Definition::Kind::kFp16 ? &kernels().fp16 : &kernels().bf16;
   }
-  std::size_t encode(const float* x, std::size_t n, const EncodeContext& context,
-                     Bytes out) const override;
-  std::size_t encode_unit(UnitSource unit, float* error, CodecState* state,
-                          std::byte* out) const override;
-  std::size_t write_values(UnitSource v, float* error, SparseScratch& scratch,
+  std::size_t value_bytes() const { return cast() == nullptr ? sizeof(float) : 2; }
+  std::size_t most_bytes(std::size_t n) const noexcept override {
+    return most_position_bytes(n) + share_of(definition().density, n) * value_bytes();
+  }
+  std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
+                    std::byte* out) const override;
+  std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+                           std::byte* out) const override;
+  std::size_t write_values(BlockSource v, float* error, SparseScratch& scratch,
                            std::byte* out) const;
   bool read_values(PayloadReader& reader, const Positions& positions, bool add,
                    float* y) const override;
-
-  double density_;
-  CastKernels Kernels::* cast_;
 };
 
 // Writes the values, and books in `error` what they lose, which is nothing in float32.
-std::size_t TopK::write_values(UnitSource v, float* error, SparseScratch& scratch,
+std::size_t TopK::write_values(BlockSource v, float* error, SparseScratch& scratch,
                                std::byte* out) const {
   const auto index = scratch.positions.all();
   for (std::size_t k = 0; k < index.size(); ++k) scratch.values[k] = v[index[k]];
-  if (cast_ == nullptr) {
+  if (cast() == nullptr) {
     std::memcpy(out, scratch.values.data(), index.size() * sizeof(float));
     for (std::size_t k = 0; error != nullptr && k < index.size(); ++k) error[index[k]] = 0;
   } else {
-    (kernels().*cast_)
-        .encode(scratch.values.data(), nullptr, 1, out, scratch.errors.data(), index.size());
+    cast()->encode(scratch.values.data(), nullptr, 1, out, scratch.errors.data(), index.size());
     for (std::size_t k = 0; error != nullptr && k < index.size(); ++k)
       error[index[k]] = scratch.errors[k];
   }
   return index.size() * value_bytes();
 }
 
-// The filter passes from unit to unit, whether or not the caller keeps it for the next call.
-std::size_t TopK::encode(const float* x, std::size_t n, const EncodeContext& context,
-                         Bytes out) const {
+// The filter passes from block to block, whether or not the caller keeps it for the next call.
+std::size_t TopK::write(const float* x, std::size_t n, const EncodeContext& context,
+                        std::byte* out) const {
   CodecState own;
   EncodeContext here = context;
   if (here.codec_state == nullptr) here.codec_state = &own;
-  return SparseCodec::encode(x, n, here, out);
+  return SparseCodec::write(x, n, here, out);
 }
 
-std::size_t TopK::encode_unit(UnitSource unit, float* error, CodecState* state,
-                              std::byte* out) const {
+std::size_t TopK::encode_block(BlockSource block, float* error, CodecState* state,
+                               std::byte* out) const {
   SparseScratch& scratch = SparseScratch::mine();
   float& filter = state->filter;
   filter = std::isfinite(filter) ? std::max(0.0F, filter) : 0;
-  if (select_largest(unit, share_of(density_, unit.n), error, filter, scratch) >= kInfinityBits) {
-    clear_not_finite(error, unit.n);
+  if (select_largest(block, share_of(definition().density, block.n), error, filter, scratch) >=
+      kInfinityBits) {
+    clear_not_finite(error, block.n);
     return write_not_finite(out);
   }
-  const std::size_t size = write_positions(scratch.positions.all(), unit.n, out);
-  if (error != nullptr) unit = {error, nullptr, unit.n};  // holds v; residual may be overwritten
-  return size + write_values(unit, error, scratch, out + size);
+  const std::size_t size = write_positions(scratch.positions.all(), block.n, out);
+  if (error != nullptr) block = {error, nullptr, block.n};  // holds v; residual may be overwritten
+  return size + write_values(block, error, scratch, out + size);
 }
 
 bool TopK::read_values(PayloadReader& reader, const Positions& positions, bool add,
@@ -94,8 +93,8 @@ bool TopK::read_values(PayloadReader& reader, const Positions& positions, bool a
   const std::span<float> values(SparseScratch::mine().values.data(), positions.count);
   const ConstBytes in = reader.take(values.size() * value_bytes());
   bool finite = true;
-  if (cast_ != nullptr) {
-    finite = (kernels().*cast_).decode(in.data(), 1, values.data(), values.size());
+  if (cast() != nullptr) {
+    finite = cast()->decode(in.data(), 1, values.data(), values.size());
   } else {
     std::memcpy(values.data(), in.data(), in.size());
     finite = kernels().finite(values.data(), values.size());
@@ -113,14 +112,10 @@ std::shared_ptr<const Codec> make_topk(Parameters& parameters) {
   using Kind = Definition::Kind;
   const double density = parameters.real("density", 0.001, 1e-9, 1);
   const std::string values = parameters.choice("values", {"fp32", "fp16", "bf16"});
-  const bool half = values == "fp16", brain = values == "bf16";
   return std::make_shared<TopK>(parameters.canonical(), density,
-                                half    ? Kind::kFp16
-                                : brain ? Kind::kBf16
-                                        : Kind::kNone,
-                                half    ? &Kernels::fp16
-                                : brain ? &Kernels::bf16
-                                        : nullptr);
+                                values == "fp16"   ? Kind::kFp16
+                                : values == "bf16" ? Kind::kBf16
+                                                   : Kind::kNone);
 }
 
 }  // namespace gradwire::codec

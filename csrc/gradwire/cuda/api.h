@@ -275,7 +275,7 @@ struct Api {
   Status (*onebit_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
                                std::uint32_t* flags, Stream);
 
-  // ---- threshold, topk (plugin/sparse/); units of kSparseUnit ----
+  // ---- threshold, topk (plugin/sparse/); units of kSparseBlock ----
   // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
   // tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
   Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,

@@ -34,7 +34,7 @@ std::unique_ptr<const Codec> Codec::make(const Api& api, const codec::Codec& cod
 Codec::Codec(const Api& api, const codec::Codec& codec)
     : api_(api),
       of_(codec.definition()),
-      unit_(codec.unit()),
+      unit_(codec.block()),
       slot_bytes_(codec.fixed_size() ? 0 : aligned(codec.max_bytes(unit_))) {}
 
 std::size_t Codec::payload_bytes(std::uint64_t n) const {

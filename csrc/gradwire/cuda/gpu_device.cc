@@ -156,7 +156,7 @@ void GpuDevice::deliver(std::span<const exec::SummedArray> extents) {
 void GpuDevice::mark(std::span<const exec::SummedArray> extents) {
   const auto runs = runs_of(extents);
   const auto& codec = program_.request().codec;
-  check(api_, api_.mark_runs(runs.data(), count(runs), codec ? codec->unit() : 1, flags_, stream_),
+  check(api_, api_.mark_runs(runs.data(), count(runs), codec ? codec->block() : 1, flags_, stream_),
         "marking");
 }
 

@@ -371,7 +371,7 @@ void Execution::finish_here(bool is_averaged) {
     const int count = static_cast<int>(runs_.size());
     check(api_, api_.deliver_runs(runs_.data(), count, stream_), "delivering");
     check(api_,
-          api_.mark_runs(runs_.data(), count, call_.plan->codec().unit(), call_.flags, stream_),
+          api_.mark_runs(runs_.data(), count, call_.plan->codec().block(), call_.flags, stream_),
           "marking");
     runs_.clear();
   }

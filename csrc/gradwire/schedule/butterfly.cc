@@ -112,27 +112,27 @@ Rank owner(int chunk, int ranks) { return Fold(ranks).rank_of(chunk); }
 // Returns the number of rounds that the fold adds: one before and one after.
 int fold_rounds(const Fold& fold) { return fold.extra > 0 ? 2 : 0; }
 
-Shape doubling_shape(int p) {
+ScheduleShape doubling_shape(int p) {
   const Fold fold(p);
   const int returned = fold.extra > 0 ? 1 : 0;
   return {fold.log2_core() + fold_rounds(fold), 1.0 * (fold.log2_core() + returned)};
 }
 
-Shape all_reduce_shape(int p) {
+ScheduleShape all_reduce_shape(int p) {
   const Fold fold(p);
   const int returned = fold.extra > 0 ? 1 : 0;
   return {2 * fold.log2_core() + fold_rounds(fold), 2 * all_but_one(fold.core) + returned};
 }
 
 // An odd rank that folds sends its whole buffer.
-Shape reduce_scatter_shape(int p) {
+ScheduleShape reduce_scatter_shape(int p) {
   const Fold fold(p);
   return {fold.log2_core() + fold_rounds(fold), fold.extra > 0 ? 1 : all_but_one(p)};
 }
 
 // Rank 0 sends the most: the block [0, 2^k) in round k, with the odd ranks' chunks, then all chunks
 // to rank 1.
-Shape all_gather_shape(int p) {
+ScheduleShape all_gather_shape(int p) {
   const Fold fold(p);
   int chunks = fold.extra > 0 ? p - 1 : 0;
   for (int size = 1; size < fold.core; size *= 2) chunks += size + std::min(size, fold.extra);

@@ -56,7 +56,7 @@ Recipe recipe_of(const Question& question, const std::string& algorithm) {
 }
 
 // Returns a lower bound on the time of any schedule of this shape whose rounds wait for each other.
-double least_seconds(const CostModel& model, const Question& question, const Shape& shape) {
+double least_seconds(const CostModel& model, const Question& question, const ScheduleShape& shape) {
   const bool one_host = question.hosts.size() <= 1;
   const bool apart = question.hosts.size() == at(question.ranks);
   auto of = [&](const LinkCost& link) {
@@ -81,7 +81,7 @@ class Trial {
               question.network},
         frames_(schedule, model, work_),
         most_message_(question.most_message) {
-    for (const Frames::Message& message : frames_.messages())
+    for (const Frames::RoundMessage& message : frames_.messages())
       largest_ = std::max(largest_, message.wire);
     if (!std::isinf(most_message_))
       least_segments_ = std::max(1.0, std::ceil(largest_ / (most_message_ - kHeaderBytes)));

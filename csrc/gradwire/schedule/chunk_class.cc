@@ -43,7 +43,7 @@ void Sums::reset() {
   made_.clear();
 }
 
-Sums::Id Sums::add(Id a, Id b, const Step& step) {
+Sums::Id Sums::add(Id a, Id b, const EdgeStep& step) {
   const auto [entry, is_new] =
       made_.try_emplace(unordered_pair(a, b), static_cast<Id>(repetitions_.size()));
   if (!is_new) return entry->second;
@@ -54,7 +54,7 @@ Sums::Id Sums::add(Id a, Id b, const Step& step) {
   return entry->second;
 }
 
-Sums::Repetition Sums::repeated_in(Id a, Id b, const Step& step) const {
+Sums::Repetition Sums::repeated_in(Id a, Id b, const EdgeStep& step) const {
   for (Id part : {a, b})
     if (repetition(part).step != nullptr) return repetition(part);
   for (std::size_t w = 0; w < words_; ++w)
@@ -79,7 +79,7 @@ std::vector<Rank> Sums::missing(Id sum) const {
 ChunkClass::ChunkClass(const Schedule& schedule, Findings& findings)
     : schedule_(schedule), findings_(findings), sums_(schedule.ranks) {}
 
-void ChunkClass::run(ChunkRange chunks, std::span<const Step> steps) {
+void ChunkClass::run(ChunkRange chunks, std::span<const EdgeStep> steps) {
   begin(chunks);
   while (!steps.empty()) {
     std::size_t size = 1;
@@ -93,19 +93,19 @@ void ChunkClass::run(ChunkRange chunks, std::span<const Step> steps) {
 void ChunkClass::begin(ChunkRange chunks) {
   chunks_ = chunks;
   sums_.reset();
-  states_.assign(at(schedule_.ranks), State{});
+  states_.assign(at(schedule_.ranks), HeldValue{});
   for (Rank r = 0; r < schedule_.ranks; ++r)
     if (starts_at(r)) state(r).held = Sums::contribution(r);
 }
 
 // Collects what is sent before anything lands: edges of a round read what ranks held when it began.
-void ChunkClass::run_round(std::span<const Step> steps) {
+void ChunkClass::run_round(std::span<const EdgeStep> steps) {
   sent_.clear();
-  for (const Step& step : steps) sent_.push_back(state(step.edge->src).held);
+  for (const EdgeStep& step : steps) sent_.push_back(state(step.edge->src).held);
   for (std::size_t i = 0; i < steps.size(); ++i) land(steps[i], sent_[i]);
 }
 
-void ChunkClass::land(const Step& step, Sums::Id value) {
+void ChunkClass::land(const EdgeStep& step, Sums::Id value) {
   const Edge& edge = *step.edge;
   if (edge.src == edge.dst) return;  // find_deadlocks reports it
   if (value == kNothing)
@@ -132,8 +132,8 @@ void ChunkClass::land(const Step& step, Sums::Id value) {
   }
 }
 
-bool ChunkClass::collides(const Step& step) {
-  State& target = state(step.edge->dst);
+bool ChunkClass::collides(const EdgeStep& step) {
+  HeldValue& target = state(step.edge->dst);
   const bool first = target.landed_in != step.round;
   const bool copy = step.edge->landing == Landing::kCopy;
   const bool collision = !first && (copy || target.copied);
@@ -181,9 +181,9 @@ void ChunkClass::check_rank(Rank rank, Sums::Id held) {
 // If each of p-1 ranks sends one partial sum, and all of it arrives, the edges form a tree whose
 // root is the one rank that sends none.
 void ChunkClass::check_in_tree() {
-  const auto sent = [](const State& state) { return state.reductions_sent; };
-  const auto once = [&](const State& state) { return sent(state) == 1; };
-  const auto never = [&](const State& state) { return sent(state) == 0; };
+  const auto sent = [](const HeldValue& state) { return state.reductions_sent; };
+  const auto once = [&](const HeldValue& state) { return sent(state) == 1; };
+  const auto never = [&](const HeldValue& state) { return sent(state) == 0; };
   const auto senders = std::count_if(states_.begin(), states_.end(), once);
   const auto roots = std::count_if(states_.begin(), states_.end(), never);
   if (senders != schedule_.ranks - 1 || roots != 1) findings_.not_in_tree();
@@ -205,7 +205,7 @@ bool ChunkClass::ends_at(Rank rank) const {
   return rank == (its == kAllToAll ? chunks_.first % schedule_.ranks : schedule_.root);
 }
 
-std::string ChunkClass::describe(const Step& step) const {
+std::string ChunkClass::describe(const EdgeStep& step) const {
   const Edge& edge = *step.edge;
   return "round " + std::to_string(step.round) + ": rank " + std::to_string(edge.dst) +
          (edge.landing == Landing::kCopy ? " copies " : " reduces ") + to_string(chunks_) +

@@ -13,7 +13,7 @@
 namespace gradwire::schedule {
 
 // An edge and the round that it is in.
-struct Step {
+struct EdgeStep {
   int round;
   const Edge* edge;
 };
@@ -57,7 +57,7 @@ class Sums {
 
   // Where a contribution was first counted twice; `step` is null where none was.
   struct Repetition {
-    const Step* step = nullptr;
+    const EdgeStep* step = nullptr;
     Rank rank = 0;
   };
 
@@ -66,7 +66,7 @@ class Sums {
   static Id contribution(Rank rank) { return rank; }
   // Returns the sum of a and b. `step` is to blame if a contribution is in both; it must outlive
   // the sum.
-  Id add(Id a, Id b, const Step& step);
+  Id add(Id a, Id b, const EdgeStep& step);
 
   // Returns whether the sum counts every rank, once or more.
   bool complete(Id sum) const;
@@ -77,7 +77,7 @@ class Sums {
 
  private:
   const std::uint64_t* counted(Id sum) const { return counted_.data() + at(sum) * words_; }
-  Repetition repeated_in(Id a, Id b, const Step& step) const;
+  Repetition repeated_in(Id a, Id b, const EdgeStep& step) const;
 
   int ranks_;
   std::size_t words_;                    // 64-bit words in a set of ranks
@@ -91,12 +91,12 @@ class ChunkClass {
   ChunkClass(const Schedule& schedule, Findings& findings);
 
   // Executes `steps`, which must be in list order, on `chunks`, and reports what is wrong.
-  void run(ChunkRange chunks, std::span<const Step> steps);
+  void run(ChunkRange chunks, std::span<const EdgeStep> steps);
 
  private:
   static constexpr Sums::Id kNothing = -1;
 
-  struct State {
+  struct HeldValue {
     Sums::Id held = kNothing;
     int reductions_sent = 0;
     int landed_in = -1;   // the last round in which an edge landed here
@@ -104,9 +104,9 @@ class ChunkClass {
   };
 
   void begin(ChunkRange chunks);
-  void run_round(std::span<const Step> steps);
-  void land(const Step& step, Sums::Id value);
-  bool collides(const Step& step);
+  void run_round(std::span<const EdgeStep> steps);
+  void land(const EdgeStep& step, Sums::Id value);
+  bool collides(const EdgeStep& step);
   void check_end();
   void check_rank(Rank rank, Sums::Id held);
   void check_in_tree();
@@ -114,15 +114,15 @@ class ChunkClass {
   bool starts_at(Rank rank) const;
   bool ends_at(Rank rank) const;
   // "round 2: rank 3 reduces chunk 1 from rank 0"
-  std::string describe(const Step& step) const;
-  State& state(Rank rank) { return states_[at(rank)]; }
+  std::string describe(const EdgeStep& step) const;
+  HeldValue& state(Rank rank) { return states_[at(rank)]; }
 
   const Schedule& schedule_;
   Findings& findings_;
   Sums sums_;
   ChunkRange chunks_;
-  std::vector<State> states_;   // one for each rank
-  std::vector<Sums::Id> sent_;  // one for each edge of the round
+  std::vector<HeldValue> states_;  // one for each rank
+  std::vector<Sums::Id> sent_;     // one for each edge of the round
 };
 
 }  // namespace gradwire::schedule

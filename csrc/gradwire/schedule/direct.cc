@@ -73,15 +73,15 @@ Rank owner_zero(int, int) { return 0; }
 
 int any(int p) { return p > 1 ? 1 : 0; }
 
-Shape direct_half(int p) { return {any(p), all_but_one(p)}; }
-Shape direct_both(int p) { return {2 * any(p), 2 * all_but_one(p)}; }
-Shape direct_exchange(int p) { return {any(p), all_but_one(p) / p}; }
-Shape pairwise_exchange(int p) { return {p - 1, all_but_one(p) / p}; }
-Shape star_in(int p) { return {any(p), 1.0 * any(p)}; }
-Shape star_out(int p) { return {any(p), p - 1.0}; }
-Shape star_both(int p) { return {2 * any(p), p - 1.0}; }
-Shape star_gathered(int p) { return {any(p), 1.0 * any(p) / p}; }
-Shape star_scattered(int p) { return {any(p), all_but_one(p)}; }
+ScheduleShape direct_half(int p) { return {any(p), all_but_one(p)}; }
+ScheduleShape direct_both(int p) { return {2 * any(p), 2 * all_but_one(p)}; }
+ScheduleShape direct_exchange(int p) { return {any(p), all_but_one(p) / p}; }
+ScheduleShape pairwise_exchange(int p) { return {p - 1, all_but_one(p) / p}; }
+ScheduleShape star_in(int p) { return {any(p), 1.0 * any(p)}; }
+ScheduleShape star_out(int p) { return {any(p), p - 1.0}; }
+ScheduleShape star_both(int p) { return {2 * any(p), p - 1.0}; }
+ScheduleShape star_gathered(int p) { return {any(p), 1.0 * any(p) / p}; }
+ScheduleShape star_scattered(int p) { return {any(p), all_but_one(p)}; }
 
 constexpr Variant kVariants[] = {
     {Collective::kAllReduce, "direct", chunk_per_rank, direct_reduce_scatter, direct_both,

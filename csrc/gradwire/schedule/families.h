@@ -22,7 +22,7 @@ struct Variant {
   std::string_view algorithm;
   int (*chunks)(int ranks);
   Emit emit;
-  Shape (*closed_form)(int ranks);
+  ScheduleShape (*closed_form)(int ranks);
 
   // Both are set for an all_reduce in two halves: `emit` ends where rank owner(c) holds the
   // finished chunk c, and `gather` continues from there. Hierarchical puts its outer rounds in

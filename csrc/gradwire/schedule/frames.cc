@@ -70,7 +70,7 @@ class Frames::FramesBuilder {
   }
 
  private:
-  // The properties of a message that Message lacks.
+  // The properties of a message that RoundMessage lacks.
   struct Staged {
     Effort work;
     std::uint64_t bytes_digest = 0xcbf29ce484222325ULL;
@@ -108,7 +108,7 @@ class Frames::FramesBuilder {
     for (std::uint32_t e : edges_from(src)) message_to_[at(round[e].dst)] = kNone;
   }
 
-  void add(const Edge& edge, Message& message, Staged& staged) {
+  void add(const Edge& edge, RoundMessage& message, Staged& staged) {
     const bool copies = edge.landing == Landing::kCopy;
     message.chunks += edge.chunks.size();
     for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
@@ -128,7 +128,7 @@ class Frames::FramesBuilder {
   void land_all(const Round& round) {
     for (std::size_t e = 0; e < round.size(); ++e) {
       const Edge& edge = round[e];
-      Message& message = out_.messages_[message_of_[e]];
+      RoundMessage& message = out_.messages_[message_of_[e]];
       const double per_byte = work_.codec                      ? work_.codec->decode
                               : edge.landing == Landing::kCopy ? model_.move
                                                                : model_.gamma;
@@ -196,11 +196,11 @@ class Frames::FramesBuilder {
     return at(out_.messages_[first_message_ + message].first_chunk);
   }
   bool same(std::size_t a, std::size_t b) const {
-    const Message& one = out_.messages_[first_message_ + a];
-    const Message& other = out_.messages_[first_message_ + b];
+    const RoundMessage& one = out_.messages_[first_message_ + a];
+    const RoundMessage& other = out_.messages_[first_message_ + b];
     return staged_[a].bytes_digest == staged_[b].bytes_digest && near(one) == near(other);
   }
-  bool near(const Message& message) const {
+  bool near(const RoundMessage& message) const {
     return work_.host_of.empty() ||
            work_.host_of[at(message.src)] == work_.host_of[at(message.dst)];
   }
@@ -251,9 +251,9 @@ Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload&
 namespace {
 
 // Seconds of work of processors, by rank and, where hosts share cores, by machine; and of links.
-class Work {
+class BusyTimes {
  public:
-  Work(const Frames& frames, const CostModel& model, const Workload& work)
+  BusyTimes(const Frames& frames, const CostModel& model, const Workload& work)
       : work_(work), growth_(model.growth(total_bytes(work))), links_(model, work, frames.ranks()) {
     const auto p = at(frames.ranks());
     const int hosts =
@@ -264,7 +264,7 @@ class Work {
       for (Rank rank = 0; rank < frames.ranks(); ++rank)
         for (const Frames::Send& send : frames.sends(round, rank))
           book(rank, send.work.seconds(growth_));
-    for (const Frames::Message& message : frames.messages()) add(message);
+    for (const Frames::RoundMessage& message : frames.messages()) add(message);
     for (std::size_t r = 0; r < p; ++r)
       hosts_[host(static_cast<Rank>(r)) / at(model.sharing)] += ranks_[r];
     for (double& seconds : hosts_) seconds /= model.cores;
@@ -284,7 +284,7 @@ class Work {
 
   void book(Rank rank, double seconds) { ranks_[at(rank)] += links_.slowness(rank) * seconds; }
 
-  void add(const Frames::Message& message) {
+  void add(const Frames::RoundMessage& message) {
     const LinkCost& link = links_.cost(message.src, message.dst);
     const int frames = work_.cut().frames_of(message.chunks);
     const double bytes = message.wire + frames * kHeaderBytes;
@@ -296,14 +296,14 @@ class Work {
 
   const Workload& work_;
   const double growth_;
-  Links links_;
+  SimulatedLinks links_;
   std::vector<double> ranks_, hosts_;
 };
 
 }  // namespace
 
 double most_work(const Frames& frames, const CostModel& model, const Workload& work) {
-  return Work(frames, model, work).most();
+  return BusyTimes(frames, model, work).most();
 }
 
 }  // namespace gradwire::schedule

@@ -48,7 +48,7 @@ struct Effort {
 class Frames {
  public:
   // A message, with all its segments together.
-  struct Message {
+  struct RoundMessage {
     Rank src = 0;
     Rank dst = 0;
     int first_chunk = 0;
@@ -69,7 +69,7 @@ class Frames {
   // Returns whether no rank can finish before all have sent, so that no rank is more than one call
   // ahead.
   bool mutual() const noexcept { return mutual_; }
-  const std::vector<Message>& messages() const noexcept { return messages_; }
+  const std::vector<RoundMessage>& messages() const noexcept { return messages_; }
   // Returns the messages that one send serves.
   std::span<const std::uint32_t> copies(const Send& send) const {
     return {copies_.data() + send.first, send.last - send.first};
@@ -91,7 +91,7 @@ class Frames {
   int ranks_;
   int rounds_;
   bool mutual_;
-  std::vector<Message> messages_;
+  std::vector<RoundMessage> messages_;
   std::vector<Send> sends_;
   std::vector<std::uint32_t> copies_, receives_;
   std::vector<std::uint32_t> sends_from_, receives_from_;  // by round and rank, and the end

@@ -19,7 +19,7 @@ const Variant* find(Collective collective, std::string_view algorithm) {
   return nullptr;
 }
 
-struct Pair {
+struct Nesting {
   std::string_view inner;
   std::string_view outer;
 };
@@ -31,14 +31,14 @@ std::string_view trim(std::string_view text) {
 }
 
 // Returns the two names of "hierarchical(inner,outer)"; nullopt for any other algorithm.
-std::optional<Pair> hierarchical_pair(std::string_view algorithm) {
+std::optional<Nesting> hierarchical_pair(std::string_view algorithm) {
   constexpr std::string_view kOpen = "hierarchical(";
   if (!algorithm.starts_with(kOpen) || !algorithm.ends_with(')')) return std::nullopt;
   algorithm.remove_prefix(kOpen.size());
   algorithm.remove_suffix(1);
   const std::size_t comma = algorithm.find(',');
   if (comma == std::string_view::npos) return std::nullopt;
-  return Pair{trim(algorithm.substr(0, comma)), trim(algorithm.substr(comma + 1))};
+  return Nesting{trim(algorithm.substr(0, comma)), trim(algorithm.substr(comma + 1))};
 }
 
 // Checks the recipe before a generator indexes by its root.
@@ -87,7 +87,7 @@ std::vector<std::string_view> algorithms(Collective collective) {
   return names;
 }
 
-std::optional<Shape> closed_form(const Recipe& recipe) {
+std::optional<ScheduleShape> closed_form(const Recipe& recipe) {
   const Variant* variant = find(recipe.collective, recipe.algorithm);
   if (variant == nullptr) return std::nullopt;
   return variant->closed_form(recipe.ranks);

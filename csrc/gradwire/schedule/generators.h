@@ -29,12 +29,12 @@ std::vector<std::string_view> algorithms(Collective collective);
 
 // Rounds, and the most that any rank sends, as a share of all chunks together (n; for all_to_all
 // the blocks of all ranks).
-struct Shape {
+struct ScheduleShape {
   int rounds = 0;
   double max_sent = 0;
 };
 
 // Returns the textbook's closed form, where there is one. verify and the tests compare with it.
-std::optional<Shape> closed_form(const Recipe& recipe);
+std::optional<ScheduleShape> closed_form(const Recipe& recipe);
 
 }  // namespace gradwire::schedule

@@ -31,8 +31,8 @@ void all_gather(Builder& out, Rank) {
 
 Rank owner(int chunk, int) { return chunk; }
 
-Shape half(int p) { return {p - 1, all_but_one(p)}; }
-Shape both(int p) { return {2 * (p - 1), 2 * all_but_one(p)}; }
+ScheduleShape half(int p) { return {p - 1, all_but_one(p)}; }
+ScheduleShape both(int p) { return {2 * (p - 1), 2 * all_but_one(p)}; }
 
 constexpr Variant kVariants[] = {
     {Collective::kAllReduce, "ring", chunk_per_rank, reduce_scatter, both, all_gather, owner},

@@ -135,7 +135,7 @@ class Simulation {
     for (Rank r = 0; r < frames_.ranks(); ++r) events_.push({model_.call, r, kNone});
     const double most = calls_ == 1 ? limit : (calls_ + 1) * limit;
     while (!events_.empty()) {
-      const Event event = events_.top();
+      const SimulatedEvent event = events_.top();
       events_.pop();
       if (event.time > most) return kNever;
       if (event.flight == kNone)
@@ -152,18 +152,18 @@ class Simulation {
  private:
   // Either a rank can go on (flight is kNone), or the first bit of a message's segment arrives at
   // the link of a hop.
-  struct Event {
+  struct SimulatedEvent {
     double time;
     Rank rank;
     std::size_t flight;
     int hop = 0;
-    bool operator<(const Event& other) const {  // the queue's top is the greatest
+    bool operator<(const SimulatedEvent& other) const {  // the queue's top is the greatest
       return std::tie(time, rank, flight, hop) >
              std::tie(other.time, other.rank, other.flight, other.hop);
     }
   };
   // One frame of a rank, in the order of all its frames in that direction.
-  struct Step {
+  struct FrameStep {
     std::uint32_t item = 0;  // a send of the round, or a message
     int round = 0;
     int segment = 0;
@@ -171,7 +171,7 @@ class Simulation {
     std::uint32_t place = 0;  // in the order of rounds and segments
   };
   struct RankState {
-    std::vector<Step> sends, receives;
+    std::vector<FrameStep> sends, receives;
     std::uint32_t sent = 0, landed = 0;
     bool landing_next = false;
     int calls = 0;               // that are finished
@@ -186,8 +186,8 @@ class Simulation {
   void list_steps(Rank rank, const std::vector<WavefrontStep>& order) {
     RankState& state = ranks_[at(rank)];
     std::vector<std::uint32_t> landed(at(segments_), 0), staged(at(segments_), 0);
-    auto add = [&](std::vector<Step>& steps, std::vector<std::uint32_t>& done, const Step& step,
-                   std::uint32_t message) {
+    auto add = [&](std::vector<FrameStep>& steps, std::vector<std::uint32_t>& done,
+                   const FrameStep& step, std::uint32_t message) {
       if (in_segment(message, step.segment) == 0) return;
       steps.push_back(step);
       done[at(step.segment)] = static_cast<std::uint32_t>(steps.size());
@@ -210,7 +210,7 @@ class Simulation {
   void proceed(Rank rank, double time) {
     if (cores_.crowded(rank)) return take_turn(rank, time);
     while (step(rank, time))
-      if (!events_.empty() && Event{time, rank, kNone} < events_.top())
+      if (!events_.empty() && SimulatedEvent{time, rank, kNone} < events_.top())
         return events_.push({time, rank, kNone});
     wait(rank, time);
   }
@@ -235,8 +235,8 @@ class Simulation {
   // is.
   bool step(Rank rank, double& time) {
     RankState& state = ranks_[at(rank)];
-    const Step* send = next_send(rank);
-    const Step* receive = next_receive(rank);
+    const FrameStep* send = next_send(rank);
+    const FrameStep* receive = next_receive(rank);
     const bool lands = receive != nullptr && arrival(rank) <= time;
     if (send == nullptr && !lands) return false;
     if (lands && (send == nullptr || state.landing_next))
@@ -267,7 +267,7 @@ class Simulation {
     time += slowness * model_.round;
   }
 
-  void stage(Rank rank, const Step& step, double& time) {
+  void stage(Rank rank, const FrameStep& step, double& time) {
     RankState& state = ranks_[at(rank)];
     const Frames::Send& send = frames_.sends(step.round, rank)[step.item];
     const double slowness = links_.slowness(rank);
@@ -285,7 +285,7 @@ class Simulation {
 
   // Lets the first bit of a flight enter the link of a hop.
   void enter(std::size_t flight, int hop, double time) {
-    const Frames::Message& message = frames_.messages()[flight / at(segments_)];
+    const Frames::RoundMessage& message = frames_.messages()[flight / at(segments_)];
     const auto [src, dst] = std::pair(message.src, message.dst);
     double unused = 0;
     double& last_bit = last_bits_.empty() ? unused : last_bits_[flight];
@@ -307,9 +307,9 @@ class Simulation {
     events_.push({std::max(time, state.asleep_since), dst, kNone});
   }
 
-  void land(Rank rank, const Step& step, double& time) {
+  void land(Rank rank, const FrameStep& step, double& time) {
     RankState& state = ranks_[at(rank)];
-    const Frames::Message& message = frames_.messages()[step.item];
+    const Frames::RoundMessage& message = frames_.messages()[step.item];
     const LinkCost& link = links_.cost(message.src, rank);
     const double slowness = links_.slowness(rank);
     begin_round(state, step.place, slowness, time);
@@ -332,32 +332,32 @@ class Simulation {
   }
 
   // Returns the rank's next send if what its segment needs has landed, else null.
-  const Step* next_send(Rank rank) const {
+  const FrameStep* next_send(Rank rank) const {
     const RankState& state = ranks_[at(rank)];
     return ready(state, state.sends, state.sent, state.landed);
   }
   // Returns the rank's next receive if the rank's own sends of that round are staged, else null.
-  const Step* next_receive(Rank rank) const {
+  const FrameStep* next_receive(Rank rank) const {
     const RankState& state = ranks_[at(rank)];
     return ready(state, state.receives, state.landed, state.sent);
   }
-  const Step* ready(const RankState& state, const std::vector<Step>& steps, std::uint32_t done,
-                    std::uint32_t done_of_other) const {
+  const FrameStep* ready(const RankState& state, const std::vector<FrameStep>& steps,
+                         std::uint32_t done, std::uint32_t done_of_other) const {
     if (done == steps.size()) return nullptr;
-    const Step& next = steps[done];
+    const FrameStep& next = steps[done];
     const bool now = next.segment < (state.calls + 1) * cut_.segments;
     return now && done_of_other >= next.needs ? &next : nullptr;
   }
 
   std::size_t arrival_index(Rank rank) const {
     const RankState& state = ranks_[at(rank)];
-    const Step& step = state.receives[state.landed];
+    const FrameStep& step = state.receives[state.landed];
     return step.item * at(segments_) + at(step.segment);
   }
   double arrival(Rank rank) const { return arrivals_[arrival_index(rank)]; }
 
   int in_segment(std::uint32_t message, int segment) const {
-    const Frames::Message& its = frames_.messages()[message];
+    const Frames::RoundMessage& its = frames_.messages()[message];
     return cut_.slices_in(its.first_chunk, its.chunks, segment % cut_.segments);
   }
   // Returns how many such frames the message would have.
@@ -374,14 +374,14 @@ class Simulation {
   const double whole_slices_;  // of each chunk
   const Cut cut_;              // of what is simulated of each call
   Cores cores_;
-  Links links_;
+  SimulatedLinks links_;
   const double growth_;
   const int calls_, segments_;     // in all
   std::vector<double> arrivals_;   // by message and segment
   std::vector<double> last_bits_;  // the same, where links are uneven: when the last link is passed
   std::vector<RankState> ranks_;
   std::vector<double> ends_;  // by call
-  std::priority_queue<Event> events_;
+  std::priority_queue<SimulatedEvent> events_;
 };
 
 }  // namespace

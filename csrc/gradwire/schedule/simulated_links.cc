@@ -23,7 +23,8 @@ std::uint32_t crc32(const std::string& text) {
 
 }  // namespace
 
-Links::Links(const CostModel& model, const Workload& work, int ranks) : model_(model), work_(work) {
+SimulatedLinks::SimulatedLinks(const CostModel& model, const Workload& work, int ranks)
+    : model_(model), work_(work) {
   const auto& hosts = work.host_of;
   const int most = hosts.empty() ? 0 : *std::max_element(hosts.begin(), hosts.end());
   add_tier(at(ranks), model.within, 0);
@@ -36,7 +37,7 @@ Links::Links(const CostModel& model, const Workload& work, int ranks) : model_(m
   }
 }
 
-void Links::add_tier(std::size_t count, const LinkCost& cost, std::size_t slow) {
+void SimulatedLinks::add_tier(std::size_t count, const LinkCost& cost, std::size_t slow) {
   Tier tier;
   tier.out.assign(count, {cost.beta, cost.latency, cost.burst, 0});
   tier.in.assign(count, {cost.beta, 0, cost.burst, cost.mixed});
@@ -46,7 +47,7 @@ void Links::add_tier(std::size_t count, const LinkCost& cost, std::size_t slow) 
 }
 
 // Returns how many groups a message leaves. Groups lie in each other.
-int Links::crossed(Rank src, Rank dst) const {
+int SimulatedLinks::crossed(Rank src, Rank dst) const {
   int count = 1;
   if (together(src, dst)) return count;
   for (std::size_t level = 0; level < work_.network.levels.size(); ++level, ++count)
@@ -54,7 +55,7 @@ int Links::crossed(Rank src, Rank dst) const {
   return count;
 }
 
-Links::Link& Links::link(Rank src, Rank dst, int hop) {
+SimulatedLinks::Direction& SimulatedLinks::link(Rank src, Rank dst, int hop) {
   const int half = crossed(src, dst);
   const bool leaves = hop < half;
   const std::size_t above = at(leaves ? hop : 2 * half - 1 - hop);
@@ -63,7 +64,7 @@ Links::Link& Links::link(Rank src, Rank dst, int hop) {
   return (leaves ? found.out : found.in)[number(tier, leaves ? src : dst, src, dst)];
 }
 
-std::size_t Links::number(std::size_t tier, Rank rank, Rank src, Rank dst) const {
+std::size_t SimulatedLinks::number(std::size_t tier, Rank rank, Rank src, Rank dst) const {
   if (tier == kOfRanks) return at(rank);
   if (tier == kOfHosts) return at(host(rank));
   const Level& level = work_.network.levels[tier - kOfLevels];
@@ -74,8 +75,9 @@ std::size_t Links::number(std::size_t tier, Rank rank, Rank src, Rank dst) const
   return first + crc32(hosts) % at(level.uplinks);
 }
 
-double Links::pass(Rank src, Rank dst, int hop, double bytes, double time, double& last_bit) {
-  Link& its = link(src, dst, hop);
+double SimulatedLinks::pass(Rank src, Rank dst, int hop, double bytes, double time,
+                            double& last_bit) {
+  Direction& its = link(src, dst, hop);
   const double mixed = its.last == -1 || its.last == src ? 0 : its.mixed;
   its.last = src;
   const double start = std::max(time, its.free);
@@ -85,18 +87,18 @@ double Links::pass(Rank src, Rank dst, int hop, double bytes, double time, doubl
   return start + its.latency;
 }
 
-void Links::carry(Rank src, Rank dst, double bytes) {
+void SimulatedLinks::carry(Rank src, Rank dst, double bytes) {
   for (int hop = 0; hop < hops(src, dst); ++hop) {
-    Link& its = link(src, dst, hop);
+    Direction& its = link(src, dst, hop);
     its.free += its.beta * bytes;
   }
 }
 
-double Links::most() const {
+double SimulatedLinks::most() const {
   double found = 0;
   for (const Tier& tier : tiers_)
     for (const auto* side : {&tier.out, &tier.in})
-      for (const Link& each : *side) found = std::max(found, each.free);
+      for (const Direction& each : *side) found = std::max(found, each.free);
   return found;
 }
 

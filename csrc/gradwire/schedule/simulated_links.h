@@ -10,9 +10,9 @@
 
 namespace gradwire::schedule {
 
-class Links {
+class SimulatedLinks {
  public:
-  Links(const CostModel& model, const Workload& work, int ranks);
+  SimulatedLinks(const CostModel& model, const Workload& work, int ranks);
 
   bool together(Rank a, Rank b) const { return host(a) == host(b); }
   const LinkCost& cost(Rank src, Rank dst) const {
@@ -35,14 +35,14 @@ class Links {
 
  private:
   // One direction of a link; `free` is the time from which it is.
-  struct Link {
+  struct Direction {
     double beta = 0, latency = 0, burst = 0, mixed = 0;
     double free = 0;
     Rank last = -1;  // whose message it has carried last; -1 for none
   };
   // The links of all ranks, of all hosts, or of all groups of one level.
   struct Tier {
-    std::vector<Link> out, in;
+    std::vector<Direction> out, in;
   };
 
   int host(Rank rank) const { return work_.host_of.empty() ? 0 : work_.host_of[at(rank)]; }
@@ -50,7 +50,7 @@ class Links {
   std::size_t group(std::size_t level, Rank rank) const {
     return at(rank / work_.network.levels[level].ranks);
   }
-  Link& link(Rank src, Rank dst, int hop);
+  Direction& link(Rank src, Rank dst, int hop);
   std::size_t number(std::size_t tier, Rank rank, Rank src, Rank dst) const;
   void add_tier(std::size_t count, const LinkCost& cost, std::size_t slow);
 

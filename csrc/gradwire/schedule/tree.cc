@@ -111,16 +111,20 @@ Rank owner_zero(int, int) { return 0; }
 int floor_log2(int p) { return std::bit_width(static_cast<unsigned>(p)) - 1; }
 int ceil_log2(int p) { return std::bit_width(static_cast<unsigned>(p - 1)); }
 
-Shape up(int rounds, int p) { return {rounds, p > 1 ? 1.0 : 0.0}; }
+ScheduleShape up(int rounds, int p) { return {rounds, p > 1 ? 1.0 : 0.0}; }
 
 // A rank inside a tree sends to its children, at most two, and to its parent if it has one.
-Shape binary_up(int p) { return up(floor_log2(p), p); }
-Shape binary_down(int p) { return {floor_log2(p), 1.0 * std::min(2, p - 1)}; }
-Shape binary_both(int p) { return {2 * floor_log2(p), p >= 5 ? 3.0 : 1.0 * std::min(2, p - 1)}; }
+ScheduleShape binary_up(int p) { return up(floor_log2(p), p); }
+ScheduleShape binary_down(int p) { return {floor_log2(p), 1.0 * std::min(2, p - 1)}; }
+ScheduleShape binary_both(int p) {
+  return {2 * floor_log2(p), p >= 5 ? 3.0 : 1.0 * std::min(2, p - 1)};
+}
 
-Shape double_up(int p) { return up(ceil_log2(p), p); }
+ScheduleShape double_up(int p) { return up(ceil_log2(p), p); }
 // With p ≥ 4 some rank feeds two children in one tree (2 · n/2) and climbs in both (2 · n/2).
-Shape double_both(int p) { return {2 * ceil_log2(p), std::min(2.0, p / 2.0) * (p > 1 ? 1 : 0)}; }
+ScheduleShape double_both(int p) {
+  return {2 * ceil_log2(p), std::min(2.0, p / 2.0) * (p > 1 ? 1 : 0)};
+}
 
 constexpr Variant kVariants[] = {
     {Collective::kAllReduce, "binary_tree", one_chunk, binary_reduce, binary_both, binary_broadcast,

@@ -23,7 +23,7 @@ std::string structural_fault(const Schedule& s) {
   return "";
 }
 
-Shape shape_of(const Schedule& s) {
+ScheduleShape shape_of(const Schedule& s) {
   std::vector<long long> sent(at(s.ranks));
   for (const Round& round : s.rounds)
     for (const Edge& edge : round) sent[at(edge.src)] += edge.chunks.size();
@@ -45,31 +45,32 @@ std::vector<int> class_bounds(const Schedule& s) {
 }
 
 // Returns all edges, sorted by first chunk and then in list order.
-std::vector<Step> steps_by_chunk(const Schedule& s) {
-  std::vector<Step> steps;
+std::vector<EdgeStep> steps_by_chunk(const Schedule& s) {
+  std::vector<EdgeStep> steps;
   for (std::size_t round = 0; round < s.rounds.size(); ++round)
     for (const Edge& edge : s.rounds[round]) steps.push_back({static_cast<int>(round), &edge});
-  std::stable_sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
+  std::stable_sort(steps.begin(), steps.end(), [](const EdgeStep& a, const EdgeStep& b) {
     return a.edge->chunks.first < b.edge->chunks.first;
   });
   return steps;
 }
 
 // Returns whether a comes first in list order, which within one round is the order in memory.
-bool before(const Step& a, const Step& b) {
+bool before(const EdgeStep& a, const EdgeStep& b) {
   return a.round != b.round ? a.round < b.round : a.edge < b.edge;
 }
 
 // Executes every chunk class, first to last, with the edges that touch it.
 void run_chunk_classes(const Schedule& s, Findings& findings) {
-  const std::vector<Step> steps = steps_by_chunk(s);
+  const std::vector<EdgeStep> steps = steps_by_chunk(s);
   const std::vector<int> bounds = class_bounds(s);
   ChunkClass chunks(s, findings);
-  std::vector<Step> active;
+  std::vector<EdgeStep> active;
   auto next = steps.begin();
   for (std::size_t i = 0; i + 1 < bounds.size(); ++i) {
     const int begin = bounds[i];
-    std::erase_if(active, [begin](const Step& step) { return step.edge->chunks.last <= begin; });
+    std::erase_if(active,
+                  [begin](const EdgeStep& step) { return step.edge->chunks.last <= begin; });
     const auto kept = static_cast<std::ptrdiff_t>(active.size());
     while (next != steps.end() && next->edge->chunks.first == begin) active.push_back(*next++);
     std::inplace_merge(active.begin(), active.begin() + kept, active.end(), before);

@@ -16,7 +16,7 @@ struct Report {
   bool deadlock_free = false;  // no rank waits for itself, directly or around a cycle
   bool agreement = false;      // all ranks end with equal bits: the same tree of additions
   bool in_tree = false;        // ok(); partials go once, to one parent; only results are copied
-  Shape shape;                 // counted on the edges
+  ScheduleShape shape;         // counted on the edges
   std::vector<std::string> problems;
 
   // Returns whether the schedule can be run: the first four facts hold.

@@ -83,11 +83,11 @@ class CodecConformance : public testing::TestWithParam<std::string> {
   Values draw(std::size_t n) { return draw(kFamilies[0], n); }
 
   std::vector<std::size_t> lengths() const {
-    const std::size_t unit = codec_->unit();
+    const std::size_t unit = codec_->block();
     std::vector<std::size_t> all = {0, 1, 2, 63, unit - 1, unit, unit + 1, 3 * unit + 7};
     return all;
   }
-  std::size_t several() const { return 3 * codec_->unit() + 37; }
+  std::size_t several() const { return 3 * codec_->block() + 37; }
 
   CodecState prepared(const Values& x, const Values& residual) const {
     CodecState codec_state;
@@ -176,7 +176,7 @@ TEST_P(CodecConformance, SameInputsGiveTheSameBytes) {
 
 TEST_P(CodecConformance, RunsCutAtUnitsGiveTheSameBytes) {
   for (const Family& family : kFamilies) {
-    const std::size_t n = several(), unit = codec_->unit();
+    const std::size_t n = several(), unit = codec_->block();
     const Values x = draw(family, n), residual = draw(n);
     const CodecState codec_state = prepared(x, residual);
     Sent pieces;
@@ -254,7 +254,7 @@ TEST_P(CodecConformance, UntouchedElementsStayZero) {
 }
 
 TEST_P(CodecConformance, NanAndInfAreSeenAndBookNothing) {
-  const std::size_t n = 2 * codec_->unit() + 5;
+  const std::size_t n = 2 * codec_->block() + 5;
   for (const float poison : {NAN, -NAN, INFINITY, -INFINITY})
     for (std::size_t trial = 0; trial < 50; ++trial) {
       const std::size_t at = trial < 40 ? trial % n : random_() % n;
@@ -307,7 +307,7 @@ TEST_P(CodecConformance, DecodeSumAddsAllPayloads) {
 }
 
 TEST_P(CodecConformance, DecodeSumConsumesEachPayloadWholeAndReportsNan) {
-  const std::size_t n = codec_->unit() + 3;
+  const std::size_t n = codec_->block() + 3;
   Values x = draw(n), y(n);
   const Payload good = encode(x).payload;
   x[n / 2] = NAN;
@@ -320,7 +320,7 @@ TEST_P(CodecConformance, DecodeSumConsumesEachPayloadWholeAndReportsNan) {
 }
 
 TEST_P(CodecConformance, TruncatedPayloadsAreRefused) {
-  for (const std::size_t n : {std::size_t{1}, codec_->unit() + 9})
+  for (const std::size_t n : {std::size_t{1}, codec_->block() + 9})
     for (const std::size_t family : {0, 11}) {
       const Payload payload = encode(draw(kFamilies[family], n)).payload;
       Values y(n);
@@ -336,7 +336,7 @@ TEST_P(CodecConformance, TruncatedPayloadsAreRefused) {
 
 TEST_P(CodecConformance, ForeignBytesAreHarmless) {
   for (int trial = 0; trial < 400; ++trial) {
-    const std::size_t n = random_() % (2 * codec_->unit() + 50);
+    const std::size_t n = random_() % (2 * codec_->block() + 50);
     Payload bytes(random_() % (codec_->max_bytes(n) + 9));
     for (std::byte& each : bytes) each = static_cast<std::byte>(random_());
     expect_harmless(bytes, n);
@@ -345,7 +345,7 @@ TEST_P(CodecConformance, ForeignBytesAreHarmless) {
 
 TEST_P(CodecConformance, AlteredPayloadsAreHarmless) {
   for (int trial = 0; trial < 400; ++trial) {
-    const std::size_t n = 1 + random_() % (2 * codec_->unit() + 50);
+    const std::size_t n = 1 + random_() % (2 * codec_->block() + 50);
     Payload payload = encode(draw(kFamilies[random_() % std::size(kFamilies)], n)).payload;
     if (payload.empty()) continue;
     for (std::size_t changes = 1 + random_() % 4; changes > 0; --changes)
@@ -372,7 +372,7 @@ TEST_P(CodecConformance, NothingIsEmpty) {
 }
 
 TEST_P(CodecConformance, FeedbackDeliversEverythingInTheEnd) {
-  const std::size_t n = codec_->unit() + 21;
+  const std::size_t n = codec_->block() + 21;
   std::vector<double> given(n), delivered(n);
   Values residual(n);
   double most = 0;
@@ -431,7 +431,7 @@ std::uint64_t digest() {
   for (const char* spec : kSpecs)
     for (const Family& family : kFamilies) {
       const auto codec = make_codec(spec);
-      const std::size_t n = codec->unit() + 37;
+      const std::size_t n = codec->block() + 37;
       Values x(n), residual(n), error(n), y(n);
       for (std::size_t i = 0; i < n; ++i) x[i] = family.draw(i, random);
       for (std::size_t i = 0; i < n; ++i) residual[i] = normal(i, random);

@@ -71,7 +71,7 @@ TEST(Int8, EncodesLikeTheDefinition) {
 
 TEST(Int8, TakesFourBytesABlockAndOneAnElement) {
   const auto codec = make_codec("int8");
-  EXPECT_EQ(codec->unit(), 1024U);
+  EXPECT_EQ(codec->block(), 1024U);
   EXPECT_TRUE(codec->fixed_size());
   EXPECT_EQ(codec->max_bytes(1024), 1028U);
   EXPECT_EQ(codec->max_bytes(1025), 1033U);

@@ -94,7 +94,7 @@ TEST(OneBit, IsBiasedAndOfVariableSize) {
   const auto codec = make_codec("onebit");
   EXPECT_TRUE(codec->biased());
   EXPECT_FALSE(codec->fixed_size());
-  EXPECT_EQ(codec->unit(), 1024U);
+  EXPECT_EQ(codec->block(), 1024U);
   EXPECT_EQ(codec->max_bytes(1024 + 9), 8U + 256 + 8 + 4);
   EXPECT_TRUE(codec->gathers(2));
   EXPECT_FALSE(codec->gathers(3));

@@ -57,17 +57,17 @@ struct Case {
 
 std::vector<Case> cases() {
   return {{"nothing", PositionFormat::kNone, 7, {}},
-          {"everything", PositionFormat::kAll, kSparseUnit, every(1, kSparseUnit)},
+          {"everything", PositionFormat::kAll, kSparseBlock, every(1, kSparseBlock)},
           {"the only one", PositionFormat::kAll, 1, {0}},
-          {"one far away", PositionFormat::kList, kSparseUnit, {31999}},
-          {"two far away", PositionFormat::kList, kSparseUnit, {31999, 32767}},
-          {"one in a thousand", PositionFormat::kGaps, kSparseUnit, every(1000, kSparseUnit, 3)},
-          {"one in ten", PositionFormat::kGaps, kSparseUnit, every(10, kSparseUnit)},
+          {"one far away", PositionFormat::kList, kSparseBlock, {31999}},
+          {"two far away", PositionFormat::kList, kSparseBlock, {31999, 32767}},
+          {"one in a thousand", PositionFormat::kGaps, kSparseBlock, every(1000, kSparseBlock, 3)},
+          {"one in ten", PositionFormat::kGaps, kSparseBlock, every(10, kSparseBlock)},
           {"a gap of many zeros",
            PositionFormat::kGaps,
            20000,
            {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19999}},
-          {"every other one", PositionFormat::kBitmap, kSparseUnit, every(2, kSparseUnit)},
+          {"every other one", PositionFormat::kBitmap, kSparseBlock, every(2, kSparseBlock)},
           {"all but one", PositionFormat::kBitmap, 1001, every(1, 1001, 1)}};
 }
 
@@ -85,7 +85,7 @@ TEST(Positions, EveryLayoutIsChosenForItsKindAndGivesThemBack) {
 TEST(Positions, AnySetComesBack) {
   std::mt19937_64 random(5);
   for (int trial = 0; trial < 3000; ++trial) {
-    const std::size_t n = 1 + random() % (trial % 10 == 0 ? kSparseUnit : 200);
+    const std::size_t n = 1 + random() % (trial % 10 == 0 ? kSparseBlock : 200);
     const std::uint64_t of = 1 + random() % (trial % 3 == 0 ? 3 : 300);
     Indices index, again;
     for (std::size_t i = 0; i < n; ++i)
@@ -104,7 +104,7 @@ TEST(Positions, AnySetComesBack) {
 // The definition, byte by byte.
 TEST(Positions, LieAsTheHeaderSays) {
   EXPECT_EQ(written({}, 9), bytes({0}));
-  EXPECT_EQ(written({0x1234, 0x7FFF}, kSparseUnit), bytes({1, 2, 0x34, 0x12, 0xFF, 0x7F}));
+  EXPECT_EQ(written({0x1234, 0x7FFF}, kSparseBlock), bytes({1, 2, 0x34, 0x12, 0xFF, 0x7F}));
   EXPECT_EQ(written({0, 2, 3, 8}, 9), bytes({3, 0b00001101, 1}));
   EXPECT_EQ(written({0, 1, 2}, 3), bytes({4}));
   // Gaps 3, 0, 9 with one low bit: 01 1, 1 0, 00001 1, first bit lowest.
@@ -119,14 +119,14 @@ TEST(Positions, AreNeverLongerThanAListOrABitmap) {
   std::mt19937_64 random(6);
   for (const double density : {0.0001, 0.001, 0.01, 0.1, 0.2, 0.3}) {
     Indices index;
-    for (std::size_t i = 0; i < kSparseUnit; ++i)
+    for (std::size_t i = 0; i < kSparseBlock; ++i)
       if (static_cast<double>(random() % 1'000'000) < density * 1e6)
         index.push_back(static_cast<std::uint16_t>(i));
-    const std::size_t size = written(index, kSparseUnit).size();
-    EXPECT_LE(size, 1 + std::min(2 + 2 * index.size(), kSparseUnit / 8)) << density;
+    const std::size_t size = written(index, kSparseBlock).size();
+    EXPECT_LE(size, 1 + std::min(2 + 2 * index.size(), kSparseBlock / 8)) << density;
     // The entropy of the positions, and what Golomb-Rice codes and headers may add.
     const double bits = -density * std::log2(density) - (1 - density) * std::log2(1 - density);
-    EXPECT_LE(static_cast<double>(size), 1.35 * bits * kSparseUnit / 8 + 5) << density;
+    EXPECT_LE(static_cast<double>(size), 1.35 * bits * kSparseBlock / 8 + 5) << density;
   }
 }
 
@@ -203,7 +203,7 @@ TEST_F(Selection, IsThatOfASortWhateverTheGuess) {
 }
 
 TEST_F(Selection, FindsAPeakThatNoSampleSaw) {
-  Values v(kSparseUnit, 1e-3F);
+  Values v(kSparseBlock, 1e-3F);
   for (std::size_t i = 5; i < v.size(); i += 997) v[i] = static_cast<float>(i);
   check(v, 33, 0);
   check(v, 40, 0);
@@ -266,7 +266,7 @@ class SparseDifferential : public testing::TestWithParam<bool> {
 TEST_P(SparseDifferential, EveryTableGivesTheBytesOfScalar) {
   std::vector<std::size_t> lengths(141);
   std::iota(lengths.begin(), lengths.end(), 0);
-  lengths.insert(lengths.end(), {1023, 1025, 4099, kSparseUnit - 1, kSparseUnit});
+  lengths.insert(lengths.end(), {1023, 1025, 4099, kSparseBlock - 1, kSparseBlock});
   for (const std::size_t n : lengths)
     for (const Data data : {Data::kNormal, Data::kHuge, Data::kDenormal, Data::kSpecial})
       for (const int where : {0, 1, 2, 3, 4}) {

@@ -58,7 +58,7 @@ TEST(Threshold, IsGatheredWhileWhatTheOthersSendIsKnownToBeLittle) {
 
 TEST(Threshold, NothingToSendIsOneByteAUnit) {
   const auto codec = make_codec("threshold");
-  const Values x(3 * codec->unit());
+  const Values x(3 * codec->block());
   EXPECT_EQ(encode(*codec, x).size(), 3U);
 }
 
@@ -79,12 +79,12 @@ TEST(Threshold, BytesFollowTheDensity) {
 TEST(Threshold, WithoutStateEachUnitSendsItsShare) {
   const auto codec = make_codec("threshold:density=0.01");
   std::mt19937_64 random(2);
-  Values x = gaussian(3 * codec->unit(), 1, random);
-  for (std::size_t i = 0; i < codec->unit(); ++i) x[i] *= 1000;
+  Values x = gaussian(3 * codec->block(), 1, random);
+  for (std::size_t i = 0; i < codec->block(); ++i) x[i] *= 1000;
   const Values y = decode(*codec, encode(*codec, x), x.size());
   for (std::size_t u = 0; u < 3; ++u) {
-    const auto begin = y.begin() + static_cast<std::ptrdiff_t>(u * codec->unit());
-    EXPECT_EQ(sent({begin, begin + static_cast<std::ptrdiff_t>(codec->unit())}), 328U);
+    const auto begin = y.begin() + static_cast<std::ptrdiff_t>(u * codec->block());
+    EXPECT_EQ(sent({begin, begin + static_cast<std::ptrdiff_t>(codec->block())}), 328U);
   }
 }
 

@@ -43,11 +43,11 @@ TEST(TopK, SendsTheLargestOfEachUnit) {
   std::mt19937_64 random(1);
   for (const double density : {0.001, 0.01, 0.1, 0.6, 0.99, 1.0}) {
     const auto codec = make_codec("topk:density=" + std::to_string(density));
-    const Values x = draw(2 * codec->unit() + 777, random), residual = draw(x.size(), random);
+    const Values x = draw(2 * codec->block() + 777, random), residual = draw(x.size(), random);
     Values v(x.size()), error(x.size());
     std::transform(x.begin(), x.end(), residual.begin(), v.begin(), std::plus<float>());
     CodecState codec_state;
-    const Values expected = largest(v, codec->unit(), density);
+    const Values expected = largest(v, codec->block(), density);
     for (int call = 0; call < 3; ++call) {  // with another filter each time
       const Payload payload =
           encode(*codec, x,
@@ -76,7 +76,7 @@ TEST(TopK, AtLeastOneElementIsSent) {
 TEST(TopK, AnyFilterGivesTheSameBytes) {
   const auto codec = make_codec("topk:density=0.01");
   std::mt19937_64 random(2);
-  const Values x = draw(codec->unit() + 5, random);
+  const Values x = draw(codec->block() + 5, random);
   const Payload expected = encode(*codec, x);
   for (const float filter : {1e-30F, 0.01F, 1.0F, 1e30F, NAN, INFINITY, -INFINITY, -1.0F}) {
     CodecState codec_state{.filter = filter};
@@ -104,7 +104,7 @@ TEST(TopK, IsGatheredWhileWhatTheOthersSendIsLittle) {
 TEST(TopK, HalfValuesHalveTheirBytesAndBookWhatTheyRound) {
   std::mt19937_64 random(3);
   const auto full = make_codec("topk:density=0.1");
-  const Values x = draw(full->unit(), random), exact = decode(*full, encode(*full, x), x.size());
+  const Values x = draw(full->block(), random), exact = decode(*full, encode(*full, x), x.size());
   for (const char* spec : {"topk:density=0.1,values=fp16", "topk:density=0.1,values=bf16"}) {
     const auto codec = make_codec(spec);
     Values error(x.size());
@@ -138,7 +138,7 @@ TEST(TopK, BytesFollowTheDensity) {
 TEST(TopK, DeliversEverythingOverManyCalls) {
   for (const char* spec : {"topk:density=0.01", "topk:density=0.01,values=bf16"}) {
     const auto codec = make_codec(spec);
-    const std::size_t n = codec->unit() + 1000;
+    const std::size_t n = codec->block() + 1000;
     std::mt19937_64 random(5);
     Values residual(n);
     std::vector<double> given(n), delivered(n);

@@ -224,14 +224,14 @@ TEST_F(CudaElements, MarksUnitsThatAreNotFinite) {
       for (const int bad : {0, 1, 2}) {
         const auto codec = codec::make_codec(name);
         const std::size_t n =
-            units * codec->unit() + random_() % std::min(codec->unit(), std::size_t{999});
+            units * codec->block() + random_() % std::min(codec->block(), std::size_t{999});
         auto x = floats(n, Data::kHuge);
         for (int i = 0; i < bad && n > 0; ++i) x[random_() % n] = i == 0 ? INFINITY : -NAN;
         auto expected = x;
         const bool finite = codec::mark_not_finite(*codec, expected.data(), n);
         const DeviceArray<float> y(x, static_cast<std::size_t>(bad));
         const DeviceArray<std::uint32_t> flags({kRefused});
-        RUN(mark(y.data(), n, codec->unit(), flags.data()));
+        RUN(mark(y.data(), n, codec->block(), flags.data()));
         ASSERT_TRUE(same(y.values(), expected)) << name << " n=" << n;
         ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite) << name;
       }

@@ -23,7 +23,7 @@ namespace gradwire::cuda {
 using Floats = std::vector<float>;
 using Payload = std::vector<std::byte>;
 
-inline constexpr std::size_t kUnit = codec::kSparseUnit;
+inline constexpr std::size_t kUnit = codec::kSparseBlock;
 
 // All NaNs are one.
 inline std::vector<std::uint32_t> bits(const Floats& values) {

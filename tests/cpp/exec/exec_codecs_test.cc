@@ -13,7 +13,7 @@ namespace exec_codecs_test {
 
 // Lengths of runs: none, one, odd tails, about a unit, several of them.
 std::vector<std::size_t> lengths(const codec::Codec& codec, int ranks) {
-  const std::size_t unit = codec.unit(), others = static_cast<std::size_t>(ranks) - 1;
+  const std::size_t unit = codec.block(), others = static_cast<std::size_t>(ranks) - 1;
   if (unit > 4096 && ranks != 3) return {0, 1, others, 1000};  // large units: once, and below
   return {0, 1, others, 1000, unit - 1, unit + 1, 3 * unit + 77};
 }
@@ -63,7 +63,7 @@ TEST_P(Codecs, RanksEndWithTheSameBitsAndNothingIsLost) {
 // Arrays of several units, also for codecs of large units, and one element less or more.
 TEST_P(Codecs, LargeArraysAgreeAndNothingIsLost) {
   const std::string codec(GetParam());
-  const std::size_t unit = std::max<std::size_t>(2, codec::make_codec(codec)->unit());
+  const std::size_t unit = std::max<std::size_t>(2, codec::make_codec(codec)->block());
   const std::vector<std::string> all = schedules(codec);
   std::size_t turn = codec.size();  // not the same one for each codec
   for (int ranks : {2, 3, 5})
@@ -135,7 +135,7 @@ TEST_P(Codecs, DegenerateBlocksStayAsTheyAre) {
 
 TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
   const std::string codec(GetParam());
-  const std::size_t n = 3 * codec::make_codec(codec)->unit() + 4321;
+  const std::size_t n = 3 * codec::make_codec(codec)->block() + 4321;
   const bool one_size = n > 20000 || kMostRanks < 9;  // of slow ones, and under sanitizers
   for (int ranks : one_size ? std::vector{3} : std::vector{2, 3, 4})
     for (const std::string& algorithm : schedules(codec)) {

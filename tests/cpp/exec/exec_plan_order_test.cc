@@ -260,7 +260,7 @@ TEST(PlanOrder, WideSumsLieWithinTheirRoom) {
 // No two segments share a cache line, nor a unit of the codec.
 TEST(PlanOrder, CutsStandAtCacheLines) {
   for_each_job([](const Job& job) {
-    const std::size_t unit = std::lcm(std::size_t{16}, job.plans[0].codec().unit());
+    const std::size_t unit = std::lcm(std::size_t{16}, job.plans[0].codec().block());
     for (const Plan& plan : job.plans)
       for (const Frame& frame : plan.sends())
         for (const Chunk& chunk : plan.chunks(frame))

@@ -118,7 +118,7 @@ TEST_P(Transactions, InfAndSumsThatOverflowComeOutAlike) {
   inf[1][kBad] = INFINITY;
   for (const Case& how : cases()) {
     SCOPED_TRACE(how.codec + " " + how.algorithm);
-    const bool cast = codec::make_codec(how.codec)->unit() == 1;
+    const bool cast = codec::make_codec(how.codec)->block() == 1;
     const Values one = result_of(GetParam(), how, inf), all = result_of(GetParam(), how, huge);
     EXPECT_TRUE(cast ? std::isinf(one[kBad]) : std::isnan(one[kBad]));
     EXPECT_TRUE(cast ? one[kBad + 1] == kRanks : std::isnan(one[kBad + 1]));

@@ -357,7 +357,7 @@ TEST(Simulate, EveryScheduleIsAboveItsBoundsAndGrowsWithEachParameter) {
   for (const Recipe& recipe : all_recipes(9)) {
     if (recipe.ranks < 2) continue;
     const Schedule schedule = generate(recipe);
-    const Shape shape = verify(schedule).shape;
+    const ScheduleShape shape = verify(schedule).shape;
     const CostModel model = random_model(random);
     for (int segments : {1, 3}) {
       const double found = seconds(schedule, model, kBytes, segments);

@@ -18,7 +18,7 @@ TEST(Generators, EveryRecipeVerifies) {
 
 TEST(Generators, EveryRecipeHasTheShapeOfItsClosedForm) {
   for (const Recipe& recipe : all_recipes()) {
-    const Shape counted = verify(generate(recipe)).shape;
+    const ScheduleShape counted = verify(generate(recipe)).shape;
     const auto textbook = closed_form(recipe);
     ASSERT_TRUE(textbook) << label(recipe);
     EXPECT_EQ(counted.rounds, textbook->rounds) << label(recipe);

@@ -44,25 +44,25 @@ double seconds(const Schedule& schedule, double slow = 1, int uplinks = 1) {
   return simulate(schedule, links_only(), racks(schedule, slow, uplinks));
 }
 
-TEST(Links, AMessageTakesTheLinksOfTheGroupsThatItLeaves) {
+TEST(SimulatedLinks, AMessageTakesTheLinksOfTheGroupsThatItLeaves) {
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{0, 1}})), kLatency + kBeta * kWire);
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{1, 2}})), kLatency + kRackLatency + kRackBeta * kWire);
 }
 
-TEST(Links, MessagesOfARackShareItsLink) {
+TEST(SimulatedLinks, MessagesOfARackShareItsLink) {
   const double alone = kLatency + kRackLatency + kRackBeta * kWire;
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{0, 2}, {1, 3}})), alone + kRackBeta * kWire);
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{0, 2}, {3, 1}})), alone);
 }
 
-TEST(Links, AFlowHasOneOfSeveralUplinks) {
+TEST(SimulatedLinks, AFlowHasOneOfSeveralUplinks) {
   const double one = seconds(copies(2, {{0, 1}}), 1, 1);
   EXPECT_DOUBLE_EQ(one, kLatency + kBeta * kWire);  // it stays in the rack
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{0, 2}}), 1, 4),
                    kLatency + kRackLatency + 4 * kRackBeta * kWire);
 }
 
-TEST(Links, RankZeroIsSlowAndItsHostsLink) {
+TEST(SimulatedLinks, RankZeroIsSlowAndItsHostsLink) {
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{0, 1}}), 3), kLatency + 3 * kBeta * kWire);
   EXPECT_DOUBLE_EQ(seconds(copies(4, {{3, 2}}), 3), kLatency + kBeta * kWire);
   CostModel model = links_only();
@@ -73,7 +73,7 @@ TEST(Links, RankZeroIsSlowAndItsHostsLink) {
                    2 * (kBeta * kWire + model.move * kBytes));
 }
 
-TEST(Links, NoRunIsFasterThanTheBusiestPart) {
+TEST(SimulatedLinks, NoRunIsFasterThanTheBusiestPart) {
   CostModel model = links_only();
   model.move = model.gamma = 1e-10;
   model.within.alpha = model.between.alpha = 1e-6;

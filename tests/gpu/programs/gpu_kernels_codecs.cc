@@ -44,7 +44,7 @@ Payload encode(const codec::Codec& codec, const Floats& x,
 
 // Without a key: a codec that adapts chooses for each unit by itself, as the device does.
 Payload encode_by_units(const codec::Codec& codec, const Floats& x) {
-  const std::size_t unit = codec.fixed_size() ? x.size() : codec.unit();
+  const std::size_t unit = codec.fixed_size() ? x.size() : codec.block();
   Payload all;
   for (std::size_t i = 0; i < x.size(); i += unit) {
     const std::size_t n = std::min(unit, x.size() - i);

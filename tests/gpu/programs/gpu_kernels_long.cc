@@ -13,9 +13,9 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr std::uint64_t kPattern = 2049 * codec::kSparseUnit;  // whole units of every codec
-constexpr std::uint64_t kMany = 65 * kPattern + 13;            // > 2^32
-constexpr std::uint64_t kFewer = 18 * kPattern + 13;           // > 2^32 bytes of float32
+constexpr std::uint64_t kPattern = 2049 * codec::kSparseBlock;  // whole units of every codec
+constexpr std::uint64_t kMany = 65 * kPattern + 13;             // > 2^32
+constexpr std::uint64_t kFewer = 18 * kPattern + 13;            // > 2^32 bytes of float32
 constexpr std::uint64_t kBytesOfMany = std::uint64_t{60} << 30, kBytesOfFewer = 16ULL << 30;
 
 std::uint64_t elements_for(const Device& on) {

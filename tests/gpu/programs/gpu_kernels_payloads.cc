@@ -42,7 +42,7 @@ class Foreign {
     std::uint32_t flags;
   };
 
-  std::size_t unit() const { return codec_->unit(); }
+  std::size_t unit() const { return codec_->block(); }
 
   Payload encoded() {
     const Floats x = draw(kFamilies[random_() % std::size(kFamilies)], unit(), random_);

@@ -52,7 +52,7 @@ float scaled(float magnitude, double factor) {
 // Calls each(first, values) for all n elements of a residual, a few thousand at a time. An empty
 // residual reads as −0, since x + −0 is x.
 template <typename Each>
-void for_stretches(const Residual& residual, std::size_t n, Each each) {
+void for_spans(const Residual& residual, std::size_t n, Each each) {
   std::array<float, 4096> room;
   for (std::size_t i = 0; i < n; i += room.size()) {
     const auto values = std::span(room).first(std::min(room.size(), n - i));
@@ -64,10 +64,10 @@ void for_stretches(const Residual& residual, std::size_t n, Each each) {
 
 }  // namespace
 
-ErrorFeedback::KeyState::KeyState(ResidualType type, const std::string& key)
+ErrorFeedback::FeedbackKey::FeedbackKey(ResidualType type, const std::string& key)
     : current(type), next(type), name_digest(Fnv1a().text(key).digest()) {}
 
-void ErrorFeedback::KeyState::put(SavedKey saved) {
+void ErrorFeedback::FeedbackKey::put(SavedKey saved) {
   current.codec_state = saved.codec_state;
   current.calls = saved.calls;
   current.memory = std::move(saved.memory);
@@ -94,7 +94,7 @@ std::size_t ErrorFeedback::Transaction::size(std::size_t extent) const {
 }
 
 EncodeContext ErrorFeedback::Transaction::context(std::size_t extent) const {
-  KeyState& key_state = *key_states_.at(extent);
+  FeedbackKey& key_state = *key_states_.at(extent);
   EncodeContext context;
   context.call = key_state.number();
   context.codec_state = &key_state.next.codec_state;
@@ -125,7 +125,7 @@ void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
   const std::lock_guard lock(owner_->mutex_);
   --owner_->unsettled_;
   if (of_step && owner_->in_step_) {
-    owner_->spoiled_ = owner_->spoiled_ || !keep;
+    owner_->tainted_ = owner_->tainted_ || !keep;
     owner_->of_step_.insert(owner_->of_step_.end(), key_states_.begin(), key_states_.end());
   } else {
     owner_->close(key_states_, keep);
@@ -136,8 +136,8 @@ void ErrorFeedback::Transaction::close(bool of_step, bool keep) noexcept {
 
 // Called under the mutex, like open() and require_closed(). Keeping a call swaps e and e', so
 // nothing is copied, and the old e becomes the memory of the next e'.
-void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) noexcept {
-  for (KeyState* key_state : key_states) {
+void ErrorFeedback::close(const std::vector<FeedbackKey*>& key_states, bool keep) noexcept {
+  for (FeedbackKey* key_state : key_states) {
     key_state->open = false;
     if (!keep) continue;
     key_state->current.residual.swap(key_state->next.residual);
@@ -149,8 +149,8 @@ void ErrorFeedback::close(const std::vector<KeyState*>& key_states, bool keep) n
 }
 
 // Opens a key. A codec adapts from tau and filter; what it sends is counted anew in each call.
-void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& opened) {
-  KeyState& key_state = this->key_state(extent.key);
+void ErrorFeedback::open(const KeyedExtent& extent, std::vector<FeedbackKey*>& opened) {
+  FeedbackKey& key_state = this->key_state(extent.key);
   check_closed(extent.key, key_state.open);
   check_length(extent.key, key_state.current.residual.size(), extent.count);
   key_state.next.residual.resize(extent.count);
@@ -161,7 +161,7 @@ void ErrorFeedback::open(const KeyedExtent& extent, std::vector<KeyState*>& open
   opened.push_back(&key_state);
 }
 
-ErrorFeedback::KeyState& ErrorFeedback::key_state(const std::string& key) {
+ErrorFeedback::FeedbackKey& ErrorFeedback::key_state(const std::string& key) {
   return key_states_.try_emplace(key, type_, key).first->second;
 }
 
@@ -171,7 +171,7 @@ void ErrorFeedback::begin_step() {
   if (unsettled_ > 0)
     throw InvalidArgument("error feedback: a call is unfinished; wait for it before a step begins");
   in_step_ = true;
-  spoiled_ = false;
+  tainted_ = false;
 }
 
 bool ErrorFeedback::end_step(bool keep) {
@@ -179,7 +179,7 @@ bool ErrorFeedback::end_step(bool keep) {
   if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
   if (unsettled_ > 0)
     throw InvalidArgument("error feedback: a call is unfinished; wait for it before the step ends");
-  keep = keep && !spoiled_;
+  keep = keep && !tainted_;
   close(of_step_, keep);
   of_step_.clear();
   in_step_ = false;
@@ -203,7 +203,7 @@ void ErrorFeedback::mask(const std::string& key, std::span<float> values) const 
   }
   const Residual& residual = found->second.current.residual;
   check_length(key, residual.size(), values.size());
-  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> waiting) {
+  for_spans(residual, values.size(), [&](std::size_t first, std::span<float> waiting) {
     for (std::size_t i = 0; i < waiting.size(); ++i)
       if (waiting[i] == 0) values[first + i] = 0;
   });
@@ -213,13 +213,13 @@ template <typename Changed>
 void ErrorFeedback::change(const std::string& key, std::span<const float> values, Changed changed) {
   const FloatEnvironment environment;
   const std::lock_guard lock(mutex_);
-  KeyState& key_state = this->key_state(key);
+  FeedbackKey& key_state = this->key_state(key);
   check_closed(key, key_state.open);
   const Residual& residual = key_state.current.residual;
   check_length(key, residual.size(), values.size());
   const std::uint64_t draw = key_state.draw();
   key_state.next.residual.resize(values.size());
-  for_stretches(residual, values.size(), [&](std::size_t first, std::span<float> made) {
+  for_spans(residual, values.size(), [&](std::size_t first, std::span<float> made) {
     for (std::size_t i = 0; i < made.size(); ++i) made[i] = changed(made[i], values[first + i]);
     check_finite(key, made, "after this change the residual of key");
     key_state.next.residual.write(first, made, draw);
@@ -255,7 +255,7 @@ void ErrorFeedback::scale(double factor) {
     Residual& product = key_state.next.residual;
     const std::uint64_t draw = key_state.draw();
     product.resize(residual.size());
-    for_stretches(residual, residual.size(), [&](std::size_t first, std::span<float> values) {
+    for_spans(residual, residual.size(), [&](std::size_t first, std::span<float> values) {
       for (float& each : values) each = static_cast<float>(each * factor);
       check_finite(key, values, "so scaled the residual of key");
       product.write(first, values, draw);
@@ -280,7 +280,7 @@ ErrorFeedback::SavedKey ErrorFeedback::take(const std::string& key) {
   const auto found = key_states_.find(key);
   if (found == key_states_.end()) return {};
   check_closed(key, found->second.open);
-  Stored& stored = found->second.current;
+  KeyVersion& stored = found->second.current;
   SavedKey saved{std::move(stored.residual).values(), stored.codec_state, stored.calls,
                  std::move(stored.memory)};
   key_states_.erase(found);
@@ -290,7 +290,7 @@ ErrorFeedback::SavedKey ErrorFeedback::take(const std::string& key) {
 void ErrorFeedback::put(const std::string& key, SavedKey saved) {
   check_kept(key, saved);
   const std::lock_guard lock(mutex_);
-  KeyState& key_state = this->key_state(key);
+  FeedbackKey& key_state = this->key_state(key);
   check_closed(key, key_state.open);
   key_state.put(std::move(saved));
 }
@@ -308,7 +308,7 @@ ErrorFeedback::State ErrorFeedback::save() const {
   const std::lock_guard lock(mutex_);
   State state;
   for (const auto& [key, key_state] : key_states_) {
-    const Stored& its = key_state.current;
+    const KeyVersion& its = key_state.current;
     const bool unused = its.calls == 0 && its.residual.empty() && its.memory.empty();
     if (!unused) state[key] = {its.residual.values(), its.codec_state, its.calls, its.memory};
   }
@@ -317,7 +317,7 @@ ErrorFeedback::State ErrorFeedback::save() const {
 
 void ErrorFeedback::load(State state) {
   for (const auto& [key, saved] : state) check_kept(key, saved);
-  std::map<std::string, KeyState> loaded;
+  std::map<std::string, FeedbackKey> loaded;
   for (auto& [key, saved] : state)
     loaded.try_emplace(key, type_, key).first->second.put(std::move(saved));
   const std::lock_guard lock(mutex_);

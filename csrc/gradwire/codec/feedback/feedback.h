@@ -7,8 +7,8 @@
 // (low-rank's Q), and for the number of calls. Between begin_step() and end_step() the transactions
 // of several calls are kept or rolled back together, except those that were cancelled.
 //
-// The caller owns it and must let it outlive its transactions. Its own mutex guards it. A key may
-// be in one open transaction only.
+// Any thread may use it. It must outlive its transactions, and a key may be in one of them at a
+// time.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct KeyedExtent {
 };
 
 class ErrorFeedback {
-  struct KeyState;
+  struct FeedbackKey;
 
  public:
   // The state of one key, to save and to load.
@@ -43,7 +43,7 @@ class ErrorFeedback {
   using State = std::map<std::string, SavedKey>;
 
   // One call's view of its keys, in order. Rolls back if it is destroyed while open. A repeated
-  // call with the same object allocates nothing the size of an extent.
+  // call with the same object allocates nothing the size of an array.
   class Transaction {
    public:
     Transaction() = default;  // closed
@@ -59,14 +59,16 @@ class ErrorFeedback {
     void open(ErrorFeedback& owner, std::span<const KeyedExtent> extents);
     bool is_open() const noexcept { return owner_ != nullptr; }
 
-    // Returns the context of the whole key, as the last call left it: e, if there is one; e', of
-    // any content, all of which must be written; and a call number that no other kept call has,
-    // whether of this key or another.
+    // Returns the context of a whole key: e as the last call left it; e', whose contents are
+    // unspecified and must all be written; and a call number that no other kept call has, whether
+    // of this key or another.
     EncodeContext context(std::size_t extent) const;
     std::vector<float> residual(std::size_t extent) const;  // e; empty means all zero
     std::size_t size(std::size_t extent) const;             // elements of e'
+    // Return what the codec remembers of the last call, and where it writes what the next one is to
+    // find: contents unspecified. If never called, the memory is kept.
     std::span<const float> memory(std::size_t extent) const;
-    std::vector<float>& next_memory(std::size_t extent);  // any content; uncalled: unchanged
+    std::vector<float>& next_memory(std::size_t extent);
 
     // Ends the call. Does nothing when closed.
     void settle(bool keep) noexcept;
@@ -78,7 +80,7 @@ class ErrorFeedback {
     void close(bool of_step, bool keep) noexcept;
 
     ErrorFeedback* owner_ = nullptr;
-    std::vector<KeyState*> key_states_;
+    std::vector<FeedbackKey*> key_states_;
   };
 
   explicit ErrorFeedback(ResidualType type = ResidualType::kFloat32) noexcept : type_(type) {}
@@ -121,23 +123,24 @@ class ErrorFeedback {
   // if a key is in an open transaction. All but take do so too if a residual would not be finite.
 
  private:
-  struct Stored {
-    explicit Stored(ResidualType type) noexcept : residual(type) {}
+  // What changes with a call.
+  struct KeyVersion {
+    explicit KeyVersion(ResidualType type) noexcept : residual(type) {}
 
     Residual residual;
     CodecState codec_state;
     std::uint64_t calls = 0;
     std::vector<float> memory;
   };
-  struct KeyState {
-    KeyState(ResidualType type, const std::string& key);
+  struct FeedbackKey {
+    FeedbackKey(ResidualType type, const std::string& key);
     void put(SavedKey saved);
     std::uint64_t number() const noexcept { return name_digest ^ current.calls; }
     // Returns a number that no other change between two calls has.
     std::uint64_t draw() noexcept { return number() ^ (++changes << 48); }
 
-    Stored current;
-    Stored next;  // of the open transaction; otherwise memory to reuse
+    KeyVersion current;
+    KeyVersion next;  // of the open transaction; otherwise memory to reuse
     std::uint64_t name_digest;
     std::uint64_t changes = 0;  // since the last call that was kept
     bool remembers = false;     // next.memory is to be kept with the call
@@ -147,18 +150,19 @@ class ErrorFeedback {
   // Replaces each element of the key's residual by `changed` of it and its value.
   template <typename Changed>
   void change(const std::string& key, std::span<const float> values, Changed changed);
-  void open(const KeyedExtent& extent, std::vector<KeyState*>& opened);
-  void close(const std::vector<KeyState*>& key_states, bool keep) noexcept;
+  void open(const KeyedExtent& extent, std::vector<FeedbackKey*>& opened);
+  void close(const std::vector<FeedbackKey*>& key_states, bool keep) noexcept;
   void require_closed() const;
-  KeyState& key_state(const std::string& key);
+  FeedbackKey& key_state(const std::string& key);
 
   const ResidualType type_;
   mutable std::mutex mutex_;
-  std::map<std::string, KeyState> key_states_;  // a map, since transactions point to its elements
-  std::size_t unsettled_ = 0;                   // open transactions
+  std::map<std::string, FeedbackKey>
+      key_states_;             // a map, since transactions point to its elements
+  std::size_t unsettled_ = 0;  // open transactions
   bool in_step_ = false;
-  bool spoiled_ = false;            // a transaction of the step is not to be kept
-  std::vector<KeyState*> of_step_;  // settled, and waiting for the step's end
+  bool tainted_ = false;               // a transaction of the step is not to be kept
+  std::vector<FeedbackKey*> of_step_;  // settled, and waiting for the step's end
 };
 
 }  // namespace gradwire::codec

@@ -9,7 +9,7 @@ namespace gradwire::codec {
 namespace {
 
 constexpr std::uint64_t kOfCalls = 0x72657369, kOfChanges = 0x6475616C;  // seeds
-// Elements that are widened at a time, unless a codec's unit is longer: 64 KiB, for the L2 cache.
+// Elements that are widened at a time, unless a codec's block is longer: 64 KiB, for the L2 cache.
 constexpr std::size_t kWide = 16384;
 
 void widen(const std::uint16_t* narrow, float* values, std::size_t n) noexcept {
@@ -85,8 +85,8 @@ std::size_t encode(const Codec& codec, const float* x, std::size_t n, const Enco
                    Bytes out) {
   if (context.narrow_error == nullptr) return codec.encode(x, n, context, out);
   thread_local std::vector<float> wide;
-  const std::size_t unit = codec.unit();
-  const std::size_t most = std::max(unit, kWide / unit * unit);
+  const std::size_t block = codec.block();
+  const std::size_t most = std::max(block, kWide / block * block);
   if (wide.size() < std::min(n, most)) wide.resize(std::min(n, most));
   std::size_t size = 0;
   for (std::size_t i = 0; i < n; i += most) {

@@ -18,8 +18,7 @@ namespace gradwire::codec {
 
 enum class ResidualType : std::uint8_t { kFloat32, kBFloat16 };
 
-// The residual of one key. Rounding outside of a call has random numbers of its own: `draw` says
-// which.
+// The residual of one key. `draw` numbers the random roundings outside of calls.
 class Residual {
  public:
   explicit Residual(ResidualType type) noexcept : type_(type) {}
@@ -36,7 +35,7 @@ class Residual {
   void read(std::size_t first, std::span<float> values) const noexcept;
   void write(std::size_t first, std::span<const float> values, std::uint64_t draw) noexcept;
 
-  // Make this residual e, or e', of a context that has none.
+  // Set a context's e, or its e', to this residual.
   void read_by(EncodeContext& context) const noexcept;
   void write_by(EncodeContext& context) noexcept;
 
@@ -46,13 +45,13 @@ class Residual {
   std::vector<std::uint16_t> narrow_;
 };
 
-// Calls codec.encode() for residuals of either type. Narrow ones are widened a few units at a time,
-// so that the wide values stay in the cache.
+// Calls codec.encode() for residuals of either type. Widens narrow ones a few blocks at a time, so
+// that the wide values stay in the cache.
 std::size_t encode(const Codec& codec, const float* x, std::size_t n, const EncodeContext& context,
                    Bytes out);
-// Delivers the whole residual with values that are never encoded: x := x + e, and e' := 0.
+// x := x + e, and e' := 0, for values that are not encoded.
 void deliver(const EncodeContext& context, float* x, std::size_t n);
-// x := x + e, and nothing else.
+// x := x + e. Leaves e' as it is.
 void add_residual(const EncodeContext& context, float* x, std::size_t n);
 // e' := error, rounded at random where e' is narrow.
 void keep(const EncodeContext& context, const float* error, std::size_t n);

@@ -81,7 +81,7 @@ Means limited(Means scaled) {
   return {plus / kHugeScale, minus / kHugeScale};
 }
 
-struct MaskWritten {
+struct WrittenMask {
   std::byte* end;         // of the payload
   std::size_t negatives;  // among the elements that are sent
   bool has_runs;          // in place of a bitmap
@@ -127,9 +127,9 @@ struct OneBitBlock {
   }
 
   // Writes the mask in place of all signs, and behind it the signs of the elements that it shows.
-  [[gnu::noinline]] MaskWritten write_mask(std::byte* bits) const {
+  [[gnu::noinline]] WrittenMask write_mask(std::byte* bits) const {
     std::byte* const signs = bits + OneBitKernels::bytes_of_bits(n);
-    MaskWritten mask = write_bitmap(bits, signs);
+    WrittenMask mask = write_bitmap(bits, signs);
     std::byte runs[OneBitKernels::kMostBlock / 8];
     const std::size_t size = write_runs(bits, n, runs);
     mask.has_runs = size > 0;
@@ -140,7 +140,7 @@ struct OneBitBlock {
     return mask;
   }
 
-  MaskWritten write_bitmap(std::byte* bits, std::byte* signs) const {
+  WrittenMask write_bitmap(std::byte* bits, std::byte* signs) const {
     BitWriter writer(signs);
     std::size_t negatives = 0;
     sweep<kGroup>(n, [&](std::size_t i, auto part) {
@@ -229,7 +229,7 @@ struct OneBitBlock {
   std::byte* encode(Seen& seen, std::byte* out, const OneBitBlock& next) const {
     const std::size_t zeros = seen.zeros(n);
     const bool masked = 16 * zeros > n;
-    MaskWritten written{out + kHeader + OneBitKernels::bytes_of_bits(n), seen.negatives, false};
+    WrittenMask written{out + kHeader + OneBitKernels::bytes_of_bits(n), seen.negatives, false};
     if (masked) written = write_mask(out + kHeader);
     const std::size_t positives = n - written.negatives - (masked ? zeros : 0);
     Means means = Means::of(seen.sums, positives, written.negatives);

@@ -16,8 +16,8 @@ std::uint32_t present(PartOf part) {
     return (std::uint32_t{1} << part) - 1;
 }
 
-// Cache lines of a group so many elements ahead, perhaps in the next unit, are prefetched. For data
-// out of the cache this made threshold a sixth faster, for data in it slower by a twelfth.
+// Cache lines of a group so many elements ahead, perhaps in the next block, are prefetched. For
+// data out of the cache this made threshold a sixth faster, for data in it slower by a twelfth.
 constexpr std::size_t kAhead = 1024;
 
 // Compares magnitudes as integers: `bound - 1 - magnitude` has the sign of a hit. What is kept has

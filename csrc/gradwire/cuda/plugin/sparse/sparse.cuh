@@ -7,7 +7,7 @@
 
 namespace gradwire::cuda {
 
-inline constexpr unsigned kUnit = codec::kSparseUnit;
+inline constexpr unsigned kUnit = codec::kSparseBlock;
 inline constexpr unsigned kUnitThreads = 1024;
 inline constexpr unsigned kUnitWords = kUnit / kWarp;
 inline constexpr unsigned kUnitSteps = kUnit / kUnitThreads;
@@ -75,13 +75,13 @@ inline SparseRun sparse_run(const Run& run, std::byte* out) {
 inline std::uint64_t units_of_run(const SparseRun& run) { return units_of(run.n); }
 
 // Loads one unit of v = x + residual, which may be null.
-struct UnitSource {
+struct BlockSource {
   const float* x;
   const float* residual;
   unsigned n;
   unsigned steps;  // of this thread
 
-  __device__ UnitSource(const float* all_x, const float* all_residual, std::uint64_t all,
+  __device__ BlockSource(const float* all_x, const float* all_residual, std::uint64_t all,
                         std::uint64_t unit)
       : x(all_x + unit * kUnit),
         residual(all_residual == nullptr ? nullptr : all_residual + unit * kUnit),

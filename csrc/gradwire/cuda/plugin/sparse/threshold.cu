@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     const SparseRun& run = of.runs.at[r];
     if (tau_of_call(run.run_feedback) > 0) continue;
     const std::uint64_t unit = tile - of.runs.first[r];
-    const UnitSource source(run.x, residual_of(run.run_feedback), run.n, unit);
+    const BlockSource source(run.x, residual_of(run.run_feedback), run.n, unit);
     float v[kUnitSteps];
     source.load(0, v);
     std::uint32_t mine = 0;
@@ -159,7 +159,7 @@ __device__ float take(const Masks& masks, unsigned step, float v, unsigned steps
 
 // Sets the bits of some steps of a unit and writes what is not sent to `error`, which may be null.
 // Returns the thread's largest magnitude.
-__device__ std::uint32_t take_some(const Masks& masks, const UnitSource& source, unsigned first,
+__device__ std::uint32_t take_some(const Masks& masks, const BlockSource& source, unsigned first,
                                    float tau, float* error) {
   std::uint32_t largest = 0;
   float v[kPartSteps];
@@ -210,8 +210,8 @@ struct Unit {
 
   __device__ Unit(const ThresholdEncoder& of, std::uint64_t tile)
       : Unit(of, of.runs.find(tile), tile) {}
-  __device__ UnitSource source() const {
-    return UnitSource(run.x, residual_of(run.run_feedback), run.n, number);
+  __device__ BlockSource source() const {
+    return BlockSource(run.x, residual_of(run.run_feedback), run.n, number);
   }
   __device__ float* error() const {
     float* const errors = next_residual(run.run_feedback);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
   __shared__ EncodeRoom room;
   for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
     const Unit unit(of, tile);
-    const UnitSource source = unit.source();
+    const BlockSource source = unit.source();
     float* const error = unit.error();
     clear(room.payload, kSlotBytes / 4 + 1);
     std::uint32_t mine = 0;

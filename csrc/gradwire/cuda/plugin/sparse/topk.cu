@@ -141,7 +141,7 @@ __device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps
 // Writes the payload of a unit, its largest elements as found. Returns its bytes.
 template <typename As>
 __device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
-                               const UnitSource& source, const Selected& found, std::byte* out) {
+                               const BlockSource& source, const Selected& found, std::byte* out) {
   const unsigned n = source.n;
   clear(room.payload, kStagedBytes / 4 + 2);
   mark_largest(room, v, source.steps, found);
@@ -180,8 +180,8 @@ struct Unit {
 
   __device__ Unit(const TopKEncoder& of, std::uint64_t tile)
       : r(of.runs.find(tile)), run(of.runs.at[r]), number(tile - of.runs.first[r]) {}
-  __device__ UnitSource source() const {
-    return UnitSource(run.x, residual_of(run.run_feedback), run.n, number);
+  __device__ BlockSource source() const {
+    return BlockSource(run.x, residual_of(run.run_feedback), run.n, number);
   }
   // Null where no errors are kept.
   __device__ float* error() const {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant_
   __shared__ EncodeRoom room;
   for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
     const Unit unit(of, tile);
-    const UnitSource source = unit.source();
+    const BlockSource source = unit.source();
     float* const error = unit.error();
     float v[kUnitSteps];
     source.load(0, v);
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
     const std::uint64_t tile = i / kParts;
     const auto part = static_cast<unsigned>(i % kParts);
     const Unit unit(of, tile);
-    const UnitSource source = unit.source();
+    const BlockSource source = unit.source();
     float* const error = unit.error();
     clear(counts, 1U << kFirstDigitBits);
     __syncthreads();
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
   for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
     const Unit unit(of, tile);
     float* const error = unit.error();
-    UnitSource source = unit.source();
+    BlockSource source = unit.source();
     if (error != nullptr) source.x = error;
     source.residual = nullptr;
     float v[kUnitSteps];
