@@ -18,7 +18,7 @@ namespace gradwire::codec {
 class Parameters {
  public:
   // Throws InvalidArgument for what is not key=value, and for a key that is given twice.
-  // `what` says in errors what has the name.
+  // `what`: the kind of thing that has the name, for errors.
   Parameters(std::string_view name, std::string_view text, std::string_view what = "codec");
 
   // Returns the value, or `fallback` where it was not given. Throws InvalidArgument if it is no

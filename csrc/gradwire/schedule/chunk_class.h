@@ -1,4 +1,4 @@
-// A chunk class is a run of chunks that all edges treat alike. verify() executes one at a time.
+// A chunk class: consecutive chunks that all edges treat alike. verify() executes one at a time.
 #pragma once
 
 #include <algorithm>

@@ -3,8 +3,7 @@
 //
 // simulate() runs a schedule's frames on clocks. A rank is a processor that does one thing at a
 // time: it alternates between staging what it may send and landing what has arrived, both in the
-// order of exec/plan/plan.h and under its two conditions. A message of w wire bytes to k peers
-// takes
+// order of exec/plan/plan.h and under its two conditions. A frame of w wire bytes to k peers takes
 //
 //     at the sender      the codec's time, once, and alpha + copy·w for each peer
 //     on the way         beta·w on the NIC of the sender, latency, beta·w on the receiver's NIC:
@@ -20,14 +19,13 @@
 // Where the network has levels beyond the hosts, such as racks, a message that leaves a group takes
 // its link out, and the other group's link in, too; bits pass through.
 //
-// The codec's time, or that of copies and additions, grows with the size of the call for chunks
-// that a rank has not touched in this round or the one before (`far`).
+// Encoding, decoding, copying and adding take longer in large calls, for chunks that the rank has
+// not touched in this round or the one before (`far`).
 //
 // Where a host, or `sharing` hosts on one machine, have more ranks than cores, several ranks share
-// a core. The rank on the core works
-// until it must wait, then yields. Waiting ranks get the core in turns, each of which takes `turn`
-// whether there is something to do or not. In this case successive calls are simulated: a rank goes
-// on with the next call while it has the core.
+// a core. The rank on the core works until it must wait, then yields. Waiting ranks get the core in
+// turns, each of which takes `turn` whether there is something to do or not. Then successive calls
+// are simulated: a rank goes on with the next call while it has the core.
 //
 // Every machine computes the same bits: doubles, a fixed order, nothing fused. All ranks of a
 // communicator have one model, so they choose alike.
@@ -110,18 +108,18 @@ struct Network {
   double slow = 1;                 // so many times slower is rank 0, and its host's link
 };
 
-// How the messages of a call are cut. The buffer is divided into segments, which run through the
-// schedule independently of each other. Slice j of chunk c is in segment (c · slices + j) mod
-// segments: so a message of one chunk has `slices` frames, and one of many has up to `segments`, in
-// each of which are about as many slices.
+// How a call is cut into segments, which run through the schedule independently of each other. Each
+// chunk of the schedule is cut into `slices`, the chunks of a plan (exec/plan/plan.h): number j of
+// chunk c is in segment (c · slices + j) mod segments. So one chunk travels in `slices` frames, and
+// many together in up to `segments`, each of which has about as many slices.
 struct Cut {
   int segments = 1;
-  int slices = 1;  // of each chunk; at most as many as there are segments
+  int slices = 1;  // of each chunk of the schedule; at most as many as there are segments
 
   int segment_of_first(int chunk) const {
     return static_cast<int>(std::int64_t{chunk} * slices % segments);
   }
-  // Returns how many slices of `chunks` chunks, from `first` on, are in a segment.
+  // Returns how many slices a segment has of so many chunks, from `first` on.
   int slices_in(int first, int chunks, int segment) const {
     const std::int64_t all = std::int64_t{chunks} * slices;
     const int after = (segment - segment_of_first(first) + segments) % segments;
@@ -161,14 +159,14 @@ struct Question {
   std::vector<std::vector<Rank>> hosts = {};  // the ranks of each; empty: one host
   std::optional<CodecCost> codec = {};        // set for a lossy codec; the schedule is then in-tree
   double ratio = 1;
-  double most_message = kUsualFrame;  // bytes of the largest frame
+  double most_message = kUsualFrame;  // bytes of a frame, at most; infinity: no limit, as on GPUs
   Network network = {};               // predict() alone takes it
 };
 
 // Returns the seconds of a call by a schedule of the caller's choice, cut into the segments that
-// exec/plan/plan.h would choose: none where frames have no limit, as on GPUs.
+// exec/plan/plan.h would choose: one where frames have no limit.
 double predict(const CostModel& model, const Schedule& schedule, const Question& question);
-// Returns the same for a sum of so many bytes whose inputs reach all ranks by `all_gather`.
+// Returns the seconds of a sum of so many bytes whose inputs reach all ranks by `all_gather`.
 double predict_gathered(const CostModel& model, const Schedule& all_gather,
                         const Question& question);
 
@@ -181,8 +179,7 @@ struct Choice {
 // Returns the fastest algorithm of the catalogue or, for small sums, one like "gather(direct)":
 // that all_gather brings every rank's input to all ranks, and each adds them up. Among algorithms
 // that differ by less than a hundredth, it takes the one that has the least to do by its closed
-// form. It simulates small numbers of segments and extrapolates, and does not simulate what its
-// closed form puts far behind.
+// form. Simulates a few segments and extrapolates; skips what its closed form puts far behind.
 Choice choose(const CostModel& model, const Question& question);
 
 }  // namespace gradwire::schedule

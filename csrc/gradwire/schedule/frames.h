@@ -1,6 +1,6 @@
-// Frames: a Schedule as exec/plan/plan.h reads it, but for all ranks at once and with the cost of
-// each frame. All edges of a round between two ranks are one message. Equal messages of one rank,
-// to ranks on links of one kind, are staged once and form one send.
+// Frames: a Schedule as exec/plan/plan.h reads it, but for all ranks at once and with costs. All
+// edges of a round between two ranks are one message, which has one frame per segment. Equal
+// messages of one rank, to ranks on links of one kind, are staged once and form one send.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ struct Effort {
 
 class Frames {
  public:
-  // A message, with all its segments together.
+  // The edges of a round between two ranks, all segments together.
   struct RoundMessage {
     Rank src = 0;
     Rank dst = 0;
@@ -97,8 +97,8 @@ class Frames {
   std::vector<std::uint32_t> sends_from_, receives_from_;  // by round and rank, and the end
 };
 
-// Simulates a call of which chunks have only `slices` of their slices, and there are fewer segments
-// in proportion. A slice costs what it costs in the whole.
+// Simulates a call whose chunks have only so many slices, and as many fewer segments. Each slice
+// costs what it costs in the whole call.
 double simulate(const Frames& frames, const CostModel& model, const Workload& work, int slices,
                 double limit = std::numeric_limits<double>::infinity());
 

@@ -1,5 +1,4 @@
-// The catalogue of algorithms. Each family is a file, which emits edges for any number of ranks >=
-// 1.
+// The catalogue of algorithms. A file per family emits edges for any number of ranks from 1 on.
 #pragma once
 
 #include <optional>
