@@ -48,7 +48,8 @@ std::unique_ptr<Communicator> join(Rank rank, RankSockets sockets, const Joining
   require_all(rank, sockets);
   const int size = static_cast<int>(sockets.size());
   auto made = std::make_unique<Communicator>(
-      exec::Identity{.rank = rank, .size = size, .communicator = 0, .hosts = {}}, exec::Tuning{});
+      exec::Identity{.rank = rank, .size = size, .communicator = 0, .hosts = joining.hosts},
+      exec::Tuning{});
   for (Rank peer = 0; peer < size; ++peer)
     if (peer != rank) made->adopt_control(std::move(sockets[at(peer)].control), peer);
   for (Rank peer = 0; peer < size; ++peer) {

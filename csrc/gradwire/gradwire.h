@@ -40,6 +40,8 @@ struct Joining {
   // Unix sockets; "tcp" over TCP. The same on all ranks.
   std::string_view transport = "shm";
   double timeout = 60;  // seconds to wait for the other ranks
+  // The ranks of each host, by which algorithm "auto" chooses; empty: all are on one.
+  std::vector<std::vector<Rank>> hosts = {};
 };
 
 // Makes a rank's communicator. Blocks until the peers do so, too; throws Timeout where one does

@@ -10,17 +10,10 @@
 namespace gradwire::bind {
 namespace {
 
-// Never released, since errors may be thrown as long as the interpreter lives.
-struct Classes {
-  PyObject* error = nullptr;
-  PyObject* invalid_argument = nullptr;
-  PyObject* schedule_error = nullptr;
-  PyObject* rendezvous_error = nullptr;
-  PyObject* transport_error = nullptr;
-  PyObject* timeout = nullptr;
-  PyObject* aborted = nullptr;
-};
-Classes classes;
+// The classes, by which errors are raised. They are never released, since errors may be thrown as
+// long as the interpreter lives.
+PyObject *error_class, *invalid_argument, *schedule_error, *rendezvous_error, *transport_error,
+    *timeout_class, *aborted;
 
 PyObject* add(py::module_& m, const char* name, const char* doc, const py::tuple& bases,
               const py::dict& members = {}) {
@@ -53,21 +46,21 @@ void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
   } catch (const InvalidArgument& e) {
-    raise(classes.invalid_argument, e);
+    raise(invalid_argument, e);
   } catch (const ScheduleError& e) {
-    raise(classes.schedule_error, e);
+    raise(schedule_error, e);
   } catch (const RendezvousError& e) {
-    raise(classes.rendezvous_error, e);
+    raise(rendezvous_error, e);
   } catch (const Aborted& e) {
-    raise_with_peer(classes.aborted, e);
+    raise_with_peer(aborted, e);
   } catch (const Timeout& e) {
-    raise_with_peer(classes.timeout, e);
+    raise_with_peer(timeout_class, e);
   } catch (const TransportError& e) {
-    raise_with_peer(classes.transport_error, e);
+    raise_with_peer(transport_error, e);
   } catch (const Error& e) {
-    raise(classes.error, e);
+    raise(error_class, e);
   } catch (const std::system_error& e) {
-    raise(classes.error,
+    raise(error_class,
           Error(std::string("the system refuses a thread, or what else it takes: ") + e.what()));
   }
 }
@@ -80,34 +73,34 @@ void bind_errors(py::module_& m) {
   py::dict peer;
   peer["peer"] = kNoPeer;
   peer["job_peer"] = kNoPeer;
-  classes.error =
+  error_class =
       add(m, "Error", "Base of everything that gradwire raises.", py::make_tuple(runtime_error));
-  const py::handle error(classes.error);
-  classes.invalid_argument = add(m, "InvalidArgument",
-                                 "The call itself is wrong; where nothing was sent yet, the "
-                                 "communicator lives on.",
-                                 py::make_tuple(error, value_error));
-  classes.schedule_error =
+  const py::handle error(error_class);
+  invalid_argument = add(m, "InvalidArgument",
+                         "The call itself is wrong; where nothing was sent yet, the "
+                         "communicator lives on.",
+                         py::make_tuple(error, value_error));
+  schedule_error =
       add(m, "ScheduleError", "A schedule is malformed, or does not fit the codec or the call.",
           py::make_tuple(error, value_error));
-  classes.rendezvous_error =
+  rendezvous_error =
       add(m, "RendezvousError", "The ranks could not find or authenticate each other.",
           py::make_tuple(error));
-  classes.aborted = add(m, "Aborted",
-                        "abort() or close() ended the call, or Ctrl-C or an exception did; `peer` "
-                        "is the rank where, -1 where it is not known, and `job_peer` its "
-                        "number in the job.",
+  aborted = add(m, "Aborted",
+                "abort() or close() ended the call, or Ctrl-C or an exception did; `peer` "
+                "is the rank where, -1 where it is not known, and `job_peer` its "
+                "number in the job.",
+                py::make_tuple(error), peer.attr("copy")());
+  transport_error = add(m, "TransportError",
+                        "A peer vanished or sent something impossible; `peer` is its rank, "
+                        "-1 where it is not known or no member, and `job_peer` its number "
+                        "in the job.",
                         py::make_tuple(error), peer.attr("copy")());
-  classes.transport_error = add(m, "TransportError",
-                                "A peer vanished or sent something impossible; `peer` is its rank, "
-                                "-1 where it is not known or no member, and `job_peer` its number "
-                                "in the job.",
-                                py::make_tuple(error), peer.attr("copy")());
-  classes.timeout = add(m, "Timeout",
-                        "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
-                        "not known or no member, and `job_peer` its number in the job.",
-                        // In this order both OSError's __new__ and its errno work.
-                        py::make_tuple(timeout_error, error), peer);
+  timeout_class = add(m, "Timeout",
+                      "A deadline passed; `peer` is the rank that was waited for, -1 where it is "
+                      "not known or no member, and `job_peer` its number in the job.",
+                      // In this order both OSError's __new__ and its errno work.
+                      py::make_tuple(timeout_error, error), peer);
   py::register_exception_translator(&translate);
 }
 

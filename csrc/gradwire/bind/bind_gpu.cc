@@ -50,23 +50,19 @@ void mask(CudaFeedback& self, const KeyedAddresses& arrays, std::uintptr_t strea
   self.with([&](cuda::Feedback& own) { own.mask(given, stream_of(stream)); });
 }
 
-shared_ptr<CudaMessages> loopback(shared_ptr<cuda::Loopback> shared, Rank rank, int device,
+shared_ptr<CudaMessages> loopback(const shared_ptr<cuda::Loopback>& shared, Rank rank, int device,
                                   double timeout) {
   const OnGpu here(device);
-  auto made = std::make_shared<CudaMessages>();
-  made->messages = shared->endpoint(rank, timeout, check_signals);
-  made->kept.push_back(std::move(shared));
-  return made;
+  return std::make_shared<CudaMessages>(
+      CudaMessages{shared->endpoint(rank, timeout, check_signals), {shared}});
 }
 
-shared_ptr<CudaMessages> by_host(shared_ptr<CommunicatorHandle> carrier, int device,
+shared_ptr<CudaMessages> by_host(const shared_ptr<CommunicatorHandle>& carrier, int device,
                                  double timeout) {
   const OnGpu gpu(device);
-  auto made = std::make_shared<CudaMessages>();
-  made->messages = std::make_unique<cuda::HostMessages>(gpu.api, carrier->get(), timeout,
-                                                        cuda::HostTurns::here(gpu.api));
-  made->kept.push_back(std::move(carrier));
-  return made;
+  auto messages = std::make_unique<cuda::HostMessages>(gpu.api, carrier->get(), timeout,
+                                                       cuda::HostTurns::here(gpu.api));
+  return std::make_shared<CudaMessages>(CudaMessages{std::move(messages), {carrier}});
 }
 
 py::bytes nccl_id(const std::vector<std::string>& search) {
@@ -91,9 +87,8 @@ shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int
     api.relax_captures();
   };
   settings.blocking = blocking;
-  auto made = std::make_shared<CudaMessages>();
-  made->messages = cuda::make_nccl_messages(cuda::Nccl::load(search), unique, std::move(settings));
-  return made;
+  return std::make_shared<CudaMessages>(CudaMessages{
+      cuda::make_nccl_messages(cuda::Nccl::load(search), unique, std::move(settings)), {}});
 }
 
 shared_ptr<CudaMessages> routed(const std::vector<shared_ptr<CudaMessages>>& ways,

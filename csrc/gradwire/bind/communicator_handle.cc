@@ -45,12 +45,6 @@ void OwnedRequest::shape(const std::vector<std::pair<std::size_t, std::size_t>>&
   for (const auto& [rows, columns] : shapes) shapes_.push_back({rows, columns});
 }
 
-void OwnedRequest::exchange(std::shared_ptr<exec::ExchangePayloads> payloads) {
-  fixed_.payloads = std::move(payloads);
-}
-
-void OwnedRequest::move(std::string name) { moved_ = std::move(name); }
-
 void OwnedRequest::check_shape(const std::string& text, bool always) {
   constexpr std::size_t kMostText = 160;
   fixed_.shape_check = {Fnv1a().text(text).digest(), {}, always};

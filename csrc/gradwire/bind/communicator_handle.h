@@ -37,9 +37,11 @@ class OwnedRequest {
   void feed_back(std::shared_ptr<codec::ErrorFeedback> feedback,
                  const std::vector<std::pair<std::string, std::size_t>>& keys);
   void shape(const std::vector<std::pair<std::size_t, std::size_t>>& shapes);
-  void exchange(std::shared_ptr<exec::ExchangePayloads> payloads);
+  void exchange(std::shared_ptr<exec::ExchangePayloads> payloads) {
+    fixed_.payloads = std::move(payloads);
+  }
   void label(std::string text) { label_ = std::move(text); }
-  void move(std::string name);
+  void move(std::string name) { moved_ = std::move(name); }
   void name(std::string text) { name_ = std::move(text); }
   void check_shape(const std::string& text, bool always);
 

@@ -58,6 +58,19 @@ TEST(Face, OptionsReachTheCall) {
   });
 }
 
+TEST(Face, HostsGiveHierarchicalAlgorithmsTheirGroups) {
+  const AllReduce options{.algorithm = "hierarchical(ring,ring)"};
+  run({.hosts = {{0, 2}, {1}}}, [&](Rank, Communicator& comm) {
+    std::vector<double> x(100, 1);
+    all_reduce(comm, std::span(x), options);
+    EXPECT_EQ(x, std::vector<double>(100, kRanks));
+  });
+  run({}, [&](Rank, Communicator& comm) {
+    std::vector<double> x(100, 1);
+    EXPECT_THROW(all_reduce(comm, std::span(x), options), ScheduleError);
+  });
+}
+
 TEST(Face, WhatACodecLosesGoesWithTheNextCall) {
   run({}, [](Rank, Communicator& comm) {
     const AllReduce options{.codec = "topk:density=0.0001",
