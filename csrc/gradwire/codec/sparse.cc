@@ -215,7 +215,7 @@ SparseScratch& SparseScratch::mine() {
 namespace {
 
 // Returns a magnitude that some 1.5 k elements exceed, as estimated from a sample; 0 for none.
-float sampled_filter(BlockSource block, std::size_t k, SparseScratch& scratch) {
+float sampled_filter(SparseSource block, std::size_t k, SparseScratch& scratch) {
   const std::size_t stride = std::max<std::size_t>(1, block.n / kSamples);
   std::size_t count = 0;
   for (std::size_t i = 0; i < block.n; i += stride)
@@ -234,7 +234,7 @@ std::uint64_t rank_of(float v, std::uint16_t index) {
 }
 
 // Drops all but the k largest of the positions; returns the smallest magnitude of those.
-std::uint32_t keep_largest(BlockSource block, std::size_t k, SparseScratch& scratch) {
+std::uint32_t keep_largest(SparseSource block, std::size_t k, SparseScratch& scratch) {
   Positions& positions = scratch.positions;
   const auto end = static_cast<std::ptrdiff_t>(positions.count);
   for (std::size_t c = 0; c < positions.count; ++c)
@@ -253,7 +253,7 @@ std::uint32_t keep_largest(BlockSource block, std::size_t k, SparseScratch& scra
 
 }  // namespace
 
-std::uint32_t select_largest(BlockSource block, std::size_t k, float* keep, float& filter,
+std::uint32_t select_largest(SparseSource block, std::size_t k, float* keep, float& filter,
                              SparseScratch& scratch) {
   const auto pass = [&] {
     scratch.hits[(block.n - 1) / 64] = 0;

@@ -80,7 +80,7 @@ class PayloadReader {
 };
 
 // A run of at most one block of v = x + residual.
-struct BlockSource {
+struct SparseSource {
   const float* x;
   const float* residual;  // may be null
   std::size_t n;
@@ -106,7 +106,7 @@ class SparseCodec : public Codec {
  private:
   virtual std::size_t most_bytes(std::size_t n) const noexcept = 0;  // of n elements of one block
   // Encodes one block; `state` is null where there is none. Returns the bytes written.
-  virtual std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+  virtual std::size_t encode_block(SparseSource block, float* error, CodecState* state,
                                    std::byte* out) const = 0;
   // Reads what follows a block's positions, and adds it to y or (`add` is false) puts it in place
   // of zeros there. Returns whether all of it is finite.
@@ -140,7 +140,7 @@ struct SparseScratch {
 // the k, or kInfinityBits or more where v is not all finite. `filter` is a guess of that magnitude,
 // 0 for none: it decides how long this takes and nothing else, and becomes a guess for the next
 // block.
-std::uint32_t select_largest(BlockSource block, std::size_t k, float* keep, float& filter,
+std::uint32_t select_largest(SparseSource block, std::size_t k, float* keep, float& filter,
                              SparseScratch& scratch);
 
 }  // namespace gradwire::codec

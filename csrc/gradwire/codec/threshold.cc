@@ -76,8 +76,8 @@ class Threshold final : public SparseCodec {
     return most_position_bytes(n) + sizeof(float) + (n + 7) / 8;
   }
   // Returns τ for one block, which is chosen from the block alone where nothing else says it.
-  float tau_of(BlockSource block, const CodecState* state) const;
-  std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+  float tau_of(SparseSource block, const CodecState* state) const;
+  std::size_t encode_block(SparseSource block, float* error, CodecState* state,
                            std::byte* out) const override;
   bool read_values(PayloadReader& reader, const Positions& positions, bool add,
                    float* y) const override;
@@ -101,7 +101,7 @@ void Threshold::adapt(std::size_t n, CodecState& codec_state) const {
 }
 
 // Writes a sign bit for each position; `v` has the signs.
-std::size_t write_signs(const Positions& positions, BlockSource v, std::byte* out) {
+std::size_t write_signs(const Positions& positions, SparseSource v, std::byte* out) {
   const std::size_t bytes = (positions.count + 7) / 8;
   std::memset(out, 0, bytes);
   for (std::size_t k = 0; k < positions.count; ++k) {
@@ -112,13 +112,13 @@ std::size_t write_signs(const Positions& positions, BlockSource v, std::byte* ou
 }
 
 // Returns the largest magnitude at the positions, or the least float above 0 where all are 0.
-float largest_of(BlockSource block, const Positions& positions) {
+float largest_of(SparseSource block, const Positions& positions) {
   float most = std::numeric_limits<float>::denorm_min();
   for (const std::size_t i : positions.all()) most = std::max(most, std::fabs(block[i]));
   return most;
 }
 
-float Threshold::tau_of(BlockSource block, const CodecState* state) const {
+float Threshold::tau_of(SparseSource block, const CodecState* state) const {
   if (tau_ > 0) return tau_;
   if (state != nullptr && usable(state->tau)) return state->tau;
   SparseScratch& scratch = SparseScratch::mine();
@@ -129,7 +129,7 @@ float Threshold::tau_of(BlockSource block, const CodecState* state) const {
   return smallest > 0 ? std::bit_cast<float>(smallest) : largest_of(block, scratch.positions);
 }
 
-std::size_t Threshold::encode_block(BlockSource block, float* error, CodecState* state,
+std::size_t Threshold::encode_block(SparseSource block, float* error, CodecState* state,
                                     std::byte* out) const {
   const float tau = tau_of(block, state);
   SparseScratch& scratch = SparseScratch::mine();

@@ -40,16 +40,16 @@ class TopK final : public SparseCodec {
   }
   std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
                     std::byte* out) const override;
-  std::size_t encode_block(BlockSource block, float* error, CodecState* state,
+  std::size_t encode_block(SparseSource block, float* error, CodecState* state,
                            std::byte* out) const override;
-  std::size_t write_values(BlockSource v, float* error, SparseScratch& scratch,
+  std::size_t write_values(SparseSource v, float* error, SparseScratch& scratch,
                            std::byte* out) const;
   bool read_values(PayloadReader& reader, const Positions& positions, bool add,
                    float* y) const override;
 };
 
 // Writes the values, and books in `error` what they lose, which is nothing in float32.
-std::size_t TopK::write_values(BlockSource v, float* error, SparseScratch& scratch,
+std::size_t TopK::write_values(SparseSource v, float* error, SparseScratch& scratch,
                                std::byte* out) const {
   const auto index = scratch.positions.all();
   for (std::size_t k = 0; k < index.size(); ++k) scratch.values[k] = v[index[k]];
@@ -73,7 +73,7 @@ std::size_t TopK::write(const float* x, std::size_t n, const EncodeContext& cont
   return SparseCodec::write(x, n, here, out);
 }
 
-std::size_t TopK::encode_block(BlockSource block, float* error, CodecState* state,
+std::size_t TopK::encode_block(SparseSource block, float* error, CodecState* state,
                                std::byte* out) const {
   SparseScratch& scratch = SparseScratch::mine();
   float& filter = state->filter;
