@@ -231,10 +231,10 @@ FinishedRounds finished_rounds(const Schedule& schedule, const Binding& binding,
 }
 
 // Returns at multiples of how many elements arrays may be cut: whole cache lines, so that no two
-// segments share one, and whole units of the codec, so that its bits do not depend on the cuts.
+// segments share one, and whole blocks of the codec, so that its bits do not depend on the cuts.
 std::size_t alignment_of(const Binding& binding) {
   const std::size_t line = kCacheLine / size_of(binding.spec.dtype);
-  return binding.is_lossy() ? round_up(line, binding.codec->unit()) : line;
+  return binding.is_lossy() ? round_up(line, binding.codec->block()) : line;
 }
 
 ChunkLayout layout_of(const Schedule& schedule, const Binding& binding) {
