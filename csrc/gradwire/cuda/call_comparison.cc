@@ -46,13 +46,13 @@ std::uint64_t CallComparison::digest_up_to(std::uint64_t number) const {
   return number == compared_ ? compared_digest_ : call(number).digest;
 }
 
-void CallComparison::advance(bool hurries, Clock::time_point now) {
+void CallComparison::advance(bool at_once, Clock::time_point now) {
   if (round_) {
     if (!round_->done()) return;
     end_round();
   }
   if (!one_by_one_.empty()) return check_one_by_one();
-  if (is_over() || (!hurries && !has_many_calls() && now < due_)) return;
+  if (is_over() || (!at_once && !has_many_calls() && now < due_)) return;
   begin_round(now);
 }
 

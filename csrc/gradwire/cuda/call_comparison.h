@@ -55,10 +55,10 @@ class CallComparison {
   std::uint64_t compared() const noexcept { return compared_; }  // calls known to be alike
   bool is_over() const noexcept { return compared_ == made_; }
 
-  // Looks at the round under way, and begins the next one if it is due: at once if `hurries`.
-  // Never blocks. Throws InvalidArgument for calls that differ, Timeout for a rank that makes no
-  // call, and the failure of the communicator.
-  void advance(bool hurries, Clock::time_point now = Clock::now());
+  // Looks at the round under way, and begins the next one if it is due: now if
+  // `at_once`. Never blocks. Throws InvalidArgument for calls that differ, Timeout for a rank that
+  // makes no call, and the failure of the communicator.
+  void advance(bool at_once, Clock::time_point now = Clock::now());
   // Returns whether advance() would begin a round at once, whatever the time.
   bool has_many_calls() const noexcept { return made_ - compared_ >= kManyCalls; }
   // What advance() waits for; null: nothing.

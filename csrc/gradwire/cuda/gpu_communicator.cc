@@ -38,11 +38,11 @@ Communicator::~Communicator() {
 
 void Communicator::run(exec::Request request, Feedback* feedback, Stream stream) {
   const OnDevice here(api_, setting_.device);
-  const exec::Decision decision = require_valid(request, feedback);
-  enqueue(request, decision, feedback, {stream, capture_of(api_, stream)});
+  bind(request, feedback, {stream, capture_of(api_, stream)});
+  enqueue();
 }
 
-exec::Decision Communicator::require_valid(exec::Request& request, const Feedback* feedback) {
+void Communicator::bind(exec::Request& request, Feedback* feedback, const CallStream& stream) {
   request.rank = setting_.rank;
   request.size = setting_.size;
   exec::check_arrays(request);
@@ -53,22 +53,18 @@ exec::Decision Communicator::require_valid(exec::Request& request, const Feedbac
   const exec::Decision decision =
       exec::decide(request, feedback != nullptr,
                    {true, messages_->has_collectives(), one_level, messages_->name()});
-  if (decision.method != exec::Method::kPlan) return decision;
-  exec::Request chosen = request;
-  chosen.algorithm = decision.algorithm;
-  plans_.find(chosen, {});
-  return decision;
+  calls_.bind(request, decision, feedback, stream);
 }
 
-void Communicator::enqueue(const exec::Request& request, const exec::Decision& decision,
-                           Feedback* feedback, const CallStream& stream, Event end) {
+void Communicator::enqueue(Event end) {
   messages_->check();
+  const CallStream& stream = calls_.stream();
   // An event that was recorded in one capture means nothing in another capture, or outside.
   const bool captured = stream.is_captured();
   const Event last = captured ? last_captured_.get() : latest_;
   if (captured ? stream.capture == last_capture_ : last != nullptr)
     check(api_, api_.wait(stream, last), "cudaStreamWaitEvent");
-  calls_.run(request, decision, feedback, stream);
+  calls_.run();
   if (captured || end == nullptr) end = captured ? last_captured_.get() : last_.get();
   check(api_, api_.record(end, stream), "cudaEventRecord");
   if (captured)

@@ -40,13 +40,12 @@ class Communicator {
   // again.
   void run(exec::Request request, Feedback* feedback, Stream stream);
 
-  // The same in two steps, on a thread whose device is the setting's. require_valid() sets the
-  // request's rank and size, and throws what run() would throw for an invalid request. enqueue()
-  // records `end` at the call's end, outside of captures; it must stay until another call has
-  // ended. Null: an event of its own.
-  exec::Decision require_valid(exec::Request& request, const Feedback* feedback);
-  void enqueue(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
-               const CallStream& stream, Event end = nullptr);
+  // The same in two steps, on a thread whose device is the setting's. bind() sets the request's
+  // rank and size, enqueues nothing, and throws all that run() throws for an invalid request, which
+  // must stay until enqueue() returns. That records `end` at the call's end, outside of captures;
+  // it must stay until another call has ended. Null: an event of its own.
+  void bind(exec::Request& request, Feedback* feedback, const CallStream& stream);
+  void enqueue(Event end = nullptr);
 
   // Returns, and clears, the Flag bits of the calls that are over, however many.
   std::uint32_t take_flags() { return calls_.take_flags(); }

@@ -33,16 +33,28 @@ GpuDevice::GpuDevice(const Api& api, Rank rank, int size, Messages& messages,
 
 std::uint32_t GpuDevice::take_flags() { return std::atomic_ref(*told_).exchange(0); }
 
-void GpuDevice::run(const exec::Request& request, const exec::Decision& decision,
-                    Feedback* feedback, const CallStream& stream) {
+void GpuDevice::bind(const exec::Request& request, const exec::Decision& decision,
+                     Feedback* feedback, const CallStream& stream) {
   stream_ = stream;
   feedback_ = feedback;
   has_voted_ = false;
   program_.bind(request, decision, feedback != nullptr, *this);
+  codec_ = codec_for(request.codec);
+  const std::size_t scratch =
+      codec_ == nullptr ? 0 : codec_->scratch_bytes(std::span(program_.counts()));
+  scratch_ = codec_scratch_.take(scratch, stream_);
+  if (decision.method == exec::Method::kPlan) operation_.find(plan_request());
+  if (decision.method == exec::Method::kLowRank) operation_.find(program_.sum_of_lefts());
+  if (decision.method != exec::Method::kGather || request.size == 1) return;
+  place_payloads();
+  operation_.find(payload_phase());
+}
+
+void GpuDevice::run() {
   begin();
   while (const exec::Request* phase = program_.next(*this)) run_phase(*phase, {});
-  if (!stream.is_captured() && codec_ != nullptr)
-    check(api_, api_.add_flags(flags_, told_, stream), "telling a call's flags");
+  if (!stream_.is_captured() && codec_ != nullptr)
+    check(api_, api_.add_flags(flags_, told_, stream_), "telling a call's flags");
   ++operations_;
 }
 
@@ -56,10 +68,6 @@ void GpuDevice::begin() {
   const bool plain = !request.codec || request.codec->combine() == codec::Combine::kPlain;
   if ((feedback_ != nullptr || !plain) && !in_step)
     check(api_, api_.fill(flags_, 0, sizeof(std::uint32_t), stream_), "cudaMemsetAsync");
-  codec_ = codec_for(request.codec);
-  const std::size_t scratch =
-      codec_ == nullptr ? 0 : codec_->scratch_bytes(std::span(program_.counts()));
-  scratch_ = codec_scratch_.take(scratch, stream_);
   bind_feedback();
 }
 
@@ -190,10 +198,14 @@ void GpuDevice::adapt() {
 
 // ---- Plans and native collectives --------------------------------------------------------------
 
-const exec::Request* GpuDevice::run_plan() {
+exec::Request GpuDevice::plan_request() const {
   exec::Request request = program_.request();
   request.algorithm = program_.decision().algorithm;
-  operation_.bind(request, stream_);
+  return request;
+}
+
+const exec::Request* GpuDevice::run_plan() {
+  operation_.bind(plan_request(), stream_);
   const exec::BufferMap& places = operation_.buffer_map();
   if (codec_ != nullptr) {
     prepare(runs_of(at(places.arrays())));
@@ -243,7 +255,6 @@ void GpuDevice::place_payloads() {
 }
 
 void GpuDevice::encode(std::span<const exec::SummedArray> extents) {
-  place_payloads();
   runs_of(extents);
   for (std::size_t i = 0; i < extents.size(); ++i) runs_[i].payload = places_[i];
   prepare(runs_);
@@ -251,12 +262,16 @@ void GpuDevice::encode(std::span<const exec::SummedArray> extents) {
   adapt();
 }
 
-const exec::Request* GpuDevice::exchange_payloads() {
+const exec::Request& GpuDevice::payload_phase() {
   phase_ = program_.phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
   phase_.algorithm = program_.decision().algorithm;
   phase_.inputs = {&blocks_[rank()], 1};
   phase_.outputs = blocks_;
-  run_phase(phase_, layout_);
+  return phase_;
+}
+
+const exec::Request* GpuDevice::exchange_payloads() {
+  run_phase(payload_phase(), layout_);
   return nullptr;
 }
 

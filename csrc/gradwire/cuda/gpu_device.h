@@ -20,9 +20,13 @@ class GpuDevice final : public exec::Device {
   // All must outlive it, and what is enqueued.
   GpuDevice(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans);
 
-  // Enqueues a call. Throws what the messages throw.
-  void run(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
-           const CallStream& stream);
+  // Prepares a call, whose request must stay until run() returns; enqueues nothing. Throws
+  // InvalidArgument and ScheduleError for what run() could not do.
+  void bind(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
+            const CallStream& stream);
+  // Enqueues the call. Throws what the messages throw.
+  void run();
+  const CallStream& stream() const noexcept { return stream_; }
   // Returns, and clears, the Flag bits of the calls that are over, however many.
   std::uint32_t take_flags();
   // Returns how many bytes this rank's calls have sent.
@@ -53,6 +57,8 @@ class GpuDevice final : public exec::Device {
   void prepare(std::span<const Run> runs);
   void adapt();
   void place_payloads();
+  const exec::Request& payload_phase();
+  exec::Request plan_request() const;
   void remember(std::span<const exec::Matrix> matrices);
   void list_matrices(std::span<const exec::Matrix> matrices);
   void look_for_failure();

@@ -10,36 +10,36 @@
 namespace gradwire::cuda {
 namespace {
 
-// A thread that waits for the comparison of calls, for as long as this exists. Under the mutex.
-class Hurry {
+// Counts a waiting thread. Made and destroyed under the mutex.
+class WaiterCount {
  public:
-  Hurry(int& hurries, std::condition_variable_any& changed) : hurries_(hurries) {
-    ++hurries_;
+  WaiterCount(int& waiters, std::condition_variable_any& changed) : waiters_(waiters) {
+    ++waiters_;
     changed.notify_all();
   }
-  ~Hurry() { --hurries_; }
-  Hurry(const Hurry&) = delete;
-  Hurry& operator=(const Hurry&) = delete;
+  ~WaiterCount() { --waiters_; }
+  WaiterCount(const WaiterCount&) = delete;
+  WaiterCount& operator=(const WaiterCount&) = delete;
 
  private:
-  int& hurries_;
+  int& waiters_;
 };
 
-// Locks at the end of its scope.
-class Relock {
+// Releases a lock for its scope.
+class ReleasedLock {
  public:
-  explicit Relock(std::unique_lock<std::mutex>& lock) : lock_(lock) {}
-  ~Relock() { lock_.lock(); }
-  Relock(const Relock&) = delete;
-  Relock& operator=(const Relock&) = delete;
+  explicit ReleasedLock(std::unique_lock<std::mutex>& lock) : lock_(lock) { lock_.unlock(); }
+  ~ReleasedLock() { lock_.lock(); }
+  ReleasedLock(const ReleasedLock&) = delete;
+  ReleasedLock& operator=(const ReleasedLock&) = delete;
 
  private:
   std::unique_lock<std::mutex>& lock_;
 };
 
-// How long a failure between GPUs waits for its root cause, which the control plane reports.
-constexpr std::chrono::milliseconds kRootCauseWait{1000};
-constexpr std::chrono::milliseconds kCheckInterval{10};
+constexpr double kRootCauseSeconds = 1;
+constexpr double kCheckSeconds = 0.01;
+constexpr std::chrono::duration<double> kCheckInterval{kCheckSeconds};
 constexpr double kLeastRest = 1;  // seconds
 
 std::string text_of(const exec::Request& request, const std::vector<std::uint64_t>& counts) {
@@ -99,34 +99,46 @@ void GpuFaultMonitor::require_success() {
   }
 }
 
-// Fails with the error that is being handled, or with another rank's failure, which may show up
-// here first, and whose cause the comparison then reports. Throws it.
+// Throws the failure of another rank, if one shows up in time: it may be the cause of the error
+// that is being handled. Else rethrows that error.
+void GpuFaultMonitor::throw_root_cause() {
+  for (const auto deadline = Deadline::after(kRootCauseSeconds); !deadline.passed();) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_) std::rethrow_exception(failure_);
+      comparison_.advance(/*at_once=*/true);
+    }
+    shadow_.check_failure(kCheckSeconds);
+    users_.check_failure(kCheckSeconds);
+  }
+  throw;
+}
+
 void GpuFaultMonitor::fail_with_root_cause() {
-  std::unique_lock lock(mutex_);
-  const Hurry hurry(hurries_, changed_);
-  changed_.wait_for(lock, kRootCauseWait, [this] { return failure_ != nullptr; });
-  fail(lock, std::current_exception());
-  std::rethrow_exception(failure_);
+  try {
+    throw_root_cause();
+  } catch (...) {
+    std::unique_lock lock(mutex_);
+    fail(lock, std::current_exception());
+    std::rethrow_exception(failure_);
+  }
 }
 
 void GpuFaultMonitor::run(exec::Request request, Feedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
   const std::lock_guard calling(calling_);
   require_alive();
-  const exec::Decision decision = gpu_.require_valid(request, feedback);
-  exec::array_counts(request, counts_);
-  std::string text = text_of(request, counts_);
   const CallStream on{stream, capture_of(gpu_.api(), stream)};
   const bool captured = on.is_captured();
+  gpu_.bind(request, feedback, on);
+  exec::array_counts(request, counts_);
+  std::string text = text_of(request, counts_);
   require_made_before(request, text, feedback, captured);
   if (captured) text += ", captured in a CUDA graph";
   begin(request, std::move(text), captured);
   try {
     const std::lock_guard lock(enqueuing_);
-    if (!captured) record_start(stream);
-    std::unique_ptr<OwnedEvent> end = captured ? nullptr : take_event();
-    gpu_.enqueue(request, decision, feedback, on, end ? end->get() : nullptr);
-    mark_enqueued(std::move(end));
+    enqueue(on);
   } catch (const Error&) {
     fail_with_root_cause();
   } catch (...) {  // Ctrl-C: rethrown here, and an abort for all other ranks
@@ -185,15 +197,17 @@ std::unique_ptr<OwnedEvent> GpuFaultMonitor::take_event() {
   return std::make_unique<OwnedEvent>(gpu_.api());
 }
 
-void GpuFaultMonitor::record_start(Stream stream) {
-  auto start = take_event();
-  // Without the lock: record() may wait on a full stream until the thread ends its work.
-  check(gpu_.api(), gpu_.api().record(start->get(), stream), "cudaEventRecord");
-  const std::lock_guard lock(mutex_);
-  running_.back().start = std::move(start);
-}
-
-void GpuFaultMonitor::mark_enqueued(std::unique_ptr<OwnedEvent> end) {
+// Enqueues without the lock: record() may wait on a full stream until the thread ends its work.
+void GpuFaultMonitor::enqueue(const CallStream& stream) {
+  std::unique_ptr<OwnedEvent> end;
+  if (!stream.is_captured()) {
+    auto start = take_event();
+    check(gpu_.api(), gpu_.api().record(start->get(), stream), "cudaEventRecord");
+    const std::lock_guard lock(mutex_);
+    running_.back().start = std::move(start);
+  }
+  if (!stream.is_captured()) end = take_event();
+  gpu_.enqueue(end ? end->get() : nullptr);
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
   running_.back().end = std::move(end);
@@ -203,7 +217,7 @@ void GpuFaultMonitor::mark_enqueued(std::unique_ptr<OwnedEvent> end) {
 void GpuFaultMonitor::finish(double timeout) {
   std::unique_lock lock(mutex_);
   const Deadline deadline = Deadline::after(timeout);
-  const Hurry hurry(hurries_, changed_);
+  const WaiterCount waiter(waiters_, changed_);
   while (!running_.empty() && !failure_ && !deadline.passed())
     changed_.wait_for(lock, kCheckInterval);
   if (failure_) std::rethrow_exception(failure_);
@@ -221,8 +235,7 @@ void GpuFaultMonitor::finish(double timeout) {
 void GpuFaultMonitor::await_replays(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
   std::future<Status> status = synchronize_apart(gpu_.api(), gpu_.device());
   const auto is_at_rest = [&] {
-    lock.unlock();
-    const Relock again(lock);
+    const ReleasedLock released(lock);
     shadow_.check_failure(0);
     users_.check_failure(0);
     return status.wait_for(kCheckInterval) == std::future_status::ready;
@@ -254,12 +267,11 @@ bool GpuFaultMonitor::should_resize(const WaitLimit::Interrupt& interrupt) {
 // Waits until all ranks have made this rank's calls.
 void GpuFaultMonitor::await_counts(std::unique_lock<std::mutex>& lock,
                                    const WaitLimit::Interrupt& interrupt) {
-  const Hurry hurry(hurries_, changed_);
+  const WaiterCount waiter(waiters_, changed_);
   while (!comparison_.all_counted() && !failure_) {
     changed_.wait_for(lock, kCheckInterval);
     if (!interrupt) continue;
-    lock.unlock();
-    const Relock again(lock);  // Hurry ends under the mutex
+    const ReleasedLock released(lock);
     interrupt();
   }
   if (failure_) std::rethrow_exception(failure_);
@@ -282,7 +294,6 @@ void GpuFaultMonitor::loop(const std::stop_token& stop) {
     try {
       check_running(lock);
     } catch (...) {
-      if (!lock.owns_lock()) lock.lock();
       fail(lock, std::current_exception());
     }
     rest(lock, stop);
@@ -293,30 +304,31 @@ void GpuFaultMonitor::loop(const std::stop_token& stop) {
 void GpuFaultMonitor::rest(std::unique_lock<std::mutex>& lock, const std::stop_token& stop) {
   constexpr auto kSeconds = std::chrono::duration<double>(CallComparison::kInterval).count();
   if (const auto pending = comparison_.pending()) {
-    lock.unlock();
+    const ReleasedLock released(lock);
     pending->wait_for(kSeconds);
-    lock.lock();
   } else {
     changed_.wait_for(lock, stop, CallComparison::kInterval, [this] {
-      return comparison_.has_many_calls() || (hurries_ > 0 && !comparison_.is_over());
+      return comparison_.has_many_calls() || (waiters_ > 0 && !comparison_.is_over());
     });
   }
 }
 
 // Looks at failures before it asks the device for anything.
 void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
-  comparison_.advance(hurries_ > 0);
-  lock.unlock();
-  shadow_.check_failure(0);
-  users_.check_failure(0);
-  check_messages();
-  lock.lock();
+  comparison_.advance(waiters_ > 0);
+  {
+    const ReleasedLock released(lock);
+    shadow_.check_failure(0);
+    users_.check_failure(0);
+    check_messages();
+  }
   ask_device();
-  lock.unlock();
-  constexpr std::chrono::microseconds kAnswer{1000}, kTurn{20};
-  for (auto waited = kTurn; !asking_.is_over() && waited < kAnswer; waited += kTurn)
-    std::this_thread::sleep_for(kTurn);
-  lock.lock();
+  {
+    const ReleasedLock released(lock);
+    constexpr std::chrono::microseconds kAnswer{1000}, kTurn{20};
+    for (auto waited = kTurn; !asking_.is_over() && waited < kAnswer; waited += kTurn)
+      std::this_thread::sleep_for(kTurn);
+  }
   take_answer();
   if (!running_.empty()) require_in_time(running_.front());
 }
@@ -362,24 +374,11 @@ void GpuFaultMonitor::take_answer() {
   front.deadline = Deadline::never();
 }
 
-// Throws the failure of the GPU's messages. Another rank's failure may show up here first, so it
-// waits for the root cause.
 void GpuFaultMonitor::check_messages() {
   try {
     if (const std::unique_lock idle(enqueuing_, std::try_to_lock); idle) gpu_.check_messages();
   } catch (const Error&) {
-    constexpr double kTurnSeconds = 0.01;
-    for (const auto deadline =
-             Deadline::after(std::chrono::duration<double>(kRootCauseWait).count());
-         !deadline.passed();) {
-      {
-        const std::lock_guard lock(mutex_);
-        comparison_.advance(/*hurries=*/true);
-      }
-      shadow_.check_failure(kTurnSeconds);
-      users_.check_failure(kTurnSeconds);
-    }
-    throw;
+    throw_root_cause();
   }
 }
 
@@ -417,11 +416,10 @@ void GpuFaultMonitor::fail(std::unique_lock<std::mutex>& lock,
   if (failure_) return;
   failure_ = error;
   changed_.notify_all();
-  lock.unlock();
+  const ReleasedLock released(lock);
   gpu_.abort();
   users_.fail_with(error);
   shadow_.fail_with(error);
-  lock.lock();
 }
 
 }  // namespace gradwire::cuda

@@ -75,8 +75,7 @@ class GpuFaultMonitor {
                            const Feedback* feedback, bool captured);
   void begin(const exec::Request& request, std::string text, bool captured);
   std::unique_ptr<OwnedEvent> take_event();
-  void record_start(Stream stream);
-  void mark_enqueued(std::unique_ptr<OwnedEvent> end);
+  void enqueue(const CallStream& stream);
   void ask_device();
   void take_answer();
   bool is_made_by_all(const Running& running) const;
@@ -88,6 +87,7 @@ class GpuFaultMonitor {
   void check_running(std::unique_lock<std::mutex>& lock);
   void check_messages();
   void check_flags();
+  [[noreturn]] void throw_root_cause();
   [[noreturn]] void fail_with_root_cause();
   void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
 
@@ -101,7 +101,7 @@ class GpuFaultMonitor {
   std::deque<Running> running_;
   CallComparison comparison_;
   bool has_captured_ = false;
-  int hurries_ = 0;  // threads that wait for the comparison of calls
+  int waiters_ = 0;  // threads that wait for the comparison of calls
   std::vector<std::unique_ptr<OwnedEvent>> spare_;
   std::exception_ptr failure_;
   std::vector<std::uint64_t> counts_;             // under calling_: of the call that is being made

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <set>
 
 #include "gradwire/base/error.h"
@@ -96,15 +97,8 @@ void Feedback::remember(const Table& table, std::span<const std::uint64_t> count
 
 Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
   const auto found = keys_.find(extent.key);
-  if (found != keys_.end()) {
-    check_length(extent, found->second->key.count);
-    return *found->second;
-  }
+  if (found != keys_.end()) return *found->second;
   const auto start = host_->take(extent.key);
-  if (!start.residual.empty() && start.residual.size() != extent.count) {
-    host_->put(extent.key, start);
-    check_length(extent, start.residual.size());
-  }
   OwnedKey& owned = make(extent, stream);
   if (!start.memory.empty()) make_memory(owned, start.memory.size(), stream);
   write(owned.key, start, stream);
@@ -116,10 +110,7 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
   names_.clear();
   for (const auto& each : extents) names_.push_back(each.key);
   auto found = tables_.find(names_);
-  if (found == tables_.end()) {
-    if (stream.is_captured()) refuse_in_capture();
-    check_keys(extents);
-  }
+  if (found == tables_.end() && stream.is_captured()) refuse_in_capture();
   was_captured_ = was_captured_ || stream.is_captured();
   if (has_ended_ && !stream.is_captured())
     check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
@@ -162,9 +153,16 @@ std::unique_ptr<Feedback::OwnedTable> Feedback::make_table(Stream stream) {
 
 void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
   check_keys(extents);
-  for (const auto& each : extents)
-    if (const auto found = keys_.find(each.key); found != keys_.end())
+  std::optional<std::vector<codec::KeyedExtent>> of_host;
+  for (const auto& each : extents) {
+    if (const auto found = keys_.find(each.key); found != keys_.end()) {
       check_length(each, found->second->key.count);
+      continue;
+    }
+    if (!of_host) of_host = host_->keys();
+    for (const auto& its : *of_host)
+      if (its.key == each.key) check_length(each, its.count);
+  }
 }
 
 void Feedback::begin_step() {

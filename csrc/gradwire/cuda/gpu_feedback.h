@@ -49,16 +49,16 @@ class Feedback {
   Feedback(const Feedback&) = delete;
   Feedback& operator=(const Feedback&) = delete;
 
-  // Finds the keys of a call, and makes new ones. Throws InvalidArgument for a key whose residual
-  // has another length, for one that is given twice, and for a new one in a call that is captured.
-  // A table stays valid until kMostTables others were made, and then for as long as a step has it.
+  // Throws InvalidArgument for a key whose residual has another length, here or at the host's error
+  // feedback, and for one that is given twice.
+  void require_fits(std::span<const codec::KeyedExtent> extents) const;
+  // Finds the keys of a call, for which require_fits() did not throw, and makes new ones. Throws
+  // InvalidArgument for a new one in a call that is captured. A table stays valid until kMostTables
+  // others were made, and then for as long as a step has it.
   const Table& open(std::span<const codec::KeyedExtent> extents, const CallStream& stream);
   // Makes room for the memory of each key: `counts` elements.
   void remember(const Table& table, std::span<const std::uint64_t> counts,
                 const CallStream& stream);
-
-  // Throws InvalidArgument as open() would for keys of another length, or given twice.
-  void require_fits(std::span<const codec::KeyedExtent> extents) const;
 
   // Begin and end a step: either all residuals of the calls in between are kept, or none. They
   // throw InvalidArgument where a step is, or is not, under way. The stream is that of the step's

@@ -30,6 +30,8 @@ class Operation {
         execution_(api),
         direct_(api, rank, size) {}
 
+  // Throws what bind() would throw for the request. Enqueues nothing.
+  void find(const exec::Request& request) { plans_.find(request, {}); }
   // Finds the plan and the places of the arrays, and enqueues the copies that come first. Throws as
   // a call on the CPU does.
   void bind(const exec::Request& request, const CallStream& stream);

@@ -24,18 +24,6 @@ unsigned spins_of(const Identity& identity) {
   return identity.ranks_on_host() <= CPU_COUNT(&cores) ? kSpins : 0;
 }
 
-void check_feedback(const Request& request) {
-  if (!request.feedback) return;
-  if (request.keys.empty())
-    throw InvalidArgument("error feedback needs the key of each array, under which to keep it");
-  const bool adds = request.op == ReduceOp::kSum || request.op == ReduceOp::kAvg;
-  if (!reduces(request.collective) || !adds || request.dtype != DType::kFloat32)
-    throw InvalidArgument("error feedback is for sums and averages of float32, not for " +
-                          std::string(name_of(request.collective)) + " of " +
-                          std::string(name_of(request.dtype)) + " with op '" +
-                          std::string(name_of(request.op)) + "'");
-}
-
 }  // namespace
 
 Engine::Engine(Identity its, const Tuning& tuning)
@@ -73,7 +61,6 @@ std::shared_ptr<Work> Engine::enqueue(Lock& lock, const Request& given) {
 }
 
 void Engine::bind(Pending& pending, const Request& request) {
-  check_feedback(request);
   const bool feeds_back = request.feedback != nullptr;
   const Decision decision = decide(request, feeds_back);
   pending.feedback = request.feedback;

@@ -17,7 +17,7 @@ using cuda::CallComparison;
 // Compares this rank's calls until all are known to be alike.
 void finish(CallComparison& comparison) {
   while (!comparison.is_over()) {
-    comparison.advance(/*hurries=*/true);
+    comparison.advance(/*at_once=*/true);
     if (const auto pending = comparison.pending()) pending->wait_for(10);
   }
 }
@@ -53,7 +53,7 @@ TEST_P(AnyNumberOfRanks, TheSameCallsAreAlike) {
     CallComparison comparison(comm);
     for (int call = 0; call < 200; ++call) {
       comparison.add(text_of(call), 10);
-      if (call % (comm.identity().rank + 2) == 0) comparison.advance(/*hurries=*/false);
+      if (call % (comm.identity().rank + 2) == 0) comparison.advance(/*at_once=*/false);
     }
     finish(comparison);
     EXPECT_EQ(comparison.compared(), 200U);
@@ -137,7 +137,7 @@ TEST(CallComparison, WaitsAnIntervalForMoreCalls) {
     CallComparison comparison(comm);
     auto now = CallComparison::Clock::now();
     const auto begins = [&](CallComparison::Clock::time_point at) {
-      comparison.advance(/*hurries=*/false, at);
+      comparison.advance(/*at_once=*/false, at);
       return comparison.pending() != nullptr;
     };
     const auto ends = [&] { comparison.pending()->wait_for(10); };

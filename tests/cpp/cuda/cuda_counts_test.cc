@@ -8,6 +8,7 @@
 
 #include "cuda_ranks.h"
 #include "fake_nccl.h"
+#include "gradwire/base/error.h"
 #include "gradwire/cuda/gpu_fault_monitor.h"
 #include "gradwire/cuda/messages/messages_nccl.h"
 
@@ -19,6 +20,7 @@ struct Tally {
   int runtime = 0;  // calls of the CUDA runtime, without those that ask for the thread's device
   int memsets = 0;
   int copies = 0;
+  int events = 0;  // recorded, or waited for
   std::uint64_t kernels = 0;
   int groups = 0;
   int messages = 0;
@@ -60,8 +62,8 @@ const Api& counting_api() {
     COUNT(synchronize_device);
     COUNT(capture_of);
     COUNT(create_event);
-    COUNT(record);
-    COUNT(wait);
+    COUNT(record, &Tally::events);
+    COUNT(wait, &Tally::events);
     COUNT(query);
     COUNT(copy, &Tally::copies);
     COUNT(fill, &Tally::memsets);
@@ -150,6 +152,24 @@ class CountedRanks {
       of(rank).feedback.reset();
     });
     fake_nccl().copy_by(nullptr);
+  }
+
+  // Makes a call that is refused on rank 0, of these keys, and returns what it has enqueued.
+  Tally refused(exec::Request request, std::size_t length,
+                const std::vector<codec::KeyedExtent>& keys) {
+    Gpu& gpu = of(0);
+    const DeviceBytes memory(length * sizeof(float));
+    const exec::Array array{memory.data(), length};
+    request.inputs = request.outputs = {&array, 1};
+    request.keys = keys;
+    gpu.host->set("kept", std::vector<float>(10, 1.0F));
+    tally = {};
+    tally.kernels = -simulated_cuda_launches();
+    EXPECT_THROW(
+        gpu.monitor->run(request, keys.empty() ? nullptr : gpu.feedback.get(), gpu.stream->get()),
+        Error);
+    tally.kernels += simulated_cuda_launches();
+    return tally;
   }
 
   // What a repeated call costs each rank, of arrays of these lengths: one after calls that were
@@ -344,6 +364,49 @@ TEST_P(CudaCounts, ACodecTakesTwoOperationsAndThreeKernels) {
       EXPECT_EQ(found.messages, 0);
       EXPECT_EQ(found.kernels, feeds_back ? 7U : 4U);
     }
+}
+
+exec::Request rooted(Collective collective, Rank root, std::string_view algorithm,
+                     std::string_view codec = "none") {
+  exec::Request request = average(algorithm, codec);
+  request.collective = collective;
+  request.root = root;
+  return request;
+}
+
+// Nor does it end the communicator: a good call follows.
+TEST(CudaCountsOfRefusedCalls, AreThoseOfNothing) {
+  CountedRanks ranks(2);
+  exec::Request of_integers = average("direct", "int8"), extremes = average("auto");
+  of_integers.dtype = DType::kInt32;
+  extremes.op = ReduceOp::kMax;
+  const struct {
+    exec::Request request;
+    std::vector<codec::KeyedExtent> keys = {};
+  } cases[] = {
+      {rooted(Collective::kReduce, 7, "nccl")},
+      {rooted(Collective::kBroadcast, -1, "auto")},
+      {rooted(Collective::kReduce, 2, "gather", "int8")},
+      {rooted(Collective::kGather, 7, "auto")},
+      {average("nonsense")},
+      {average("gather(nonsense)", "onebit"), {{"a", 8}}},
+      {average("nonsense", "lowrank"), {{"a", 8}}},
+      {average("nonsense", "threshold"), {{"a", 8}}},
+      {of_integers},
+      {extremes, {{"a", 8}}},
+      {average("auto"), {{"a", 9}}},
+      {average("direct", "fp16"), {{"a", 4}}},
+      {average("direct", "fp16"), {{"a", 4}, {"a", 4}}},
+      {average("direct", "fp16"), {{"kept", 8}}},
+  };
+  for (const auto& each : cases) {
+    const Tally found = ranks.refused(each.request, 8, each.keys);
+    const auto what = std::string(name_of(each.request.collective)) + " by " +
+                      std::string(each.request.algorithm);
+    EXPECT_EQ(found.kernels, 0U) << what;
+    EXPECT_EQ(found.memsets + found.copies + found.events + found.groups, 0) << what;
+  }
+  EXPECT_NO_THROW(ranks.repeated(average("auto"), {8}, false));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CudaCounts, testing::Values(2, 4));

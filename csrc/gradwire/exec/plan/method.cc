@@ -21,6 +21,23 @@ bool is_auto(const Request& request) {
   return request.algorithm == "auto" && request.schedule == nullptr;
 }
 
+void check_root(const Request& request) {
+  if (request.root < 0 || request.root >= request.size)
+    throw InvalidArgument("root " + std::to_string(request.root) +
+                          " is not a rank; this communicator has " + std::to_string(request.size));
+}
+
+void check_feedback(const Request& request) {
+  if (request.keys.empty())
+    throw InvalidArgument("error feedback needs the key of each array, under which to keep it");
+  const bool adds = request.op == ReduceOp::kSum || request.op == ReduceOp::kAvg;
+  if (!reduces(request.collective) || !adds || request.dtype != DType::kFloat32)
+    throw InvalidArgument("error feedback is for sums and averages of float32, not for " +
+                          std::string(name_of(request.collective)) + " of " +
+                          std::string(name_of(request.dtype)) + " with op '" +
+                          std::string(name_of(request.op)) + "'");
+}
+
 void check_types(const Request& request, const GpuLinks& links) {
   if (links.are_used && request.payloads)
     throw InvalidArgument("codec '" + std::string(request.codec_label) +
@@ -187,6 +204,8 @@ std::string_view gather_algorithm(std::string_view algorithm) {
 }
 
 Decision decide(const Request& request, bool feeds_back, const GpuLinks& links) {
+  check_root(request);
+  if (feeds_back) check_feedback(request);
   check_types(request, links);
   if (request.payloads) return {Method::kExchange, checked_gather_algorithm(request)};
   if (request.codec && request.codec->combine() == codec::Combine::kCompound) {

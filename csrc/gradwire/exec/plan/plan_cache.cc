@@ -170,9 +170,6 @@ schedule::Schedule PlanCache::schedule_for(const Request& request,
 
 std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::vector<int>& link_of,
                                             std::uint64_t digest) {
-  if (request.root < 0 || request.root >= setting_.size)
-    throw InvalidArgument("root " + std::to_string(request.root) +
-                          " is not a rank; this communicator has " + std::to_string(setting_.size));
   schedule::Choice choice;
   if (request.schedule == nullptr) choice = choose(request);
   const bool chosen = request.schedule == nullptr && choice.algorithm != request.algorithm;
