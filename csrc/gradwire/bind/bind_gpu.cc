@@ -87,8 +87,9 @@ shared_ptr<CudaMessages> by_nccl(const std::string& id, Rank rank, int size, int
     api.relax_captures();
   };
   settings.blocking = blocking;
-  return std::make_shared<CudaMessages>(CudaMessages{
-      cuda::make_nccl_messages(cuda::Nccl::load(search), unique, std::move(settings)), {}});
+  auto made = std::make_shared<CudaMessages>();
+  made->messages = cuda::make_nccl_messages(cuda::Nccl::load(search), unique, settings);
+  return made;
 }
 
 shared_ptr<CudaMessages> routed(const std::vector<shared_ptr<CudaMessages>>& ways,

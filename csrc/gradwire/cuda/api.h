@@ -295,7 +295,7 @@ struct Api {
   std::size_t (*topk_scratch_bytes)(std::uint64_t units);
 
   // ---- lowrank (plugin/lowrank/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
-  // Each is one kernel for kMostRuns matrices, but for orthonormalise(), one for each factor.
+  // Each is one kernel for 28 matrices, but for orthonormalise(), one for each factor.
   // q := start_factor(what the last call remembers).
   Status (*start_factor)(const FactoredMatrix* matrices, int count, Stream);
   // With feedback y := x + e; p := x · q, or y · q.

@@ -101,34 +101,22 @@ class Room {
 };
 
 // A stream or an event with one owner.
-class OwnedStream {
+template <typename Handle, auto kCreate, auto kDestroy>
+class Owned {
  public:
-  explicit OwnedStream(const Api& api) : api_(api) {
-    check(api, api.create_stream(&stream_), "cudaStreamCreate");
+  explicit Owned(const Api& api) : api_(api) {
+    check(api, (api.*kCreate)(&handle_), "creating a stream or an event");
   }
-  ~OwnedStream() { api_.destroy_stream(stream_); }
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  Stream get() const noexcept { return stream_; }
+  ~Owned() { (api_.*kDestroy)(handle_); }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  Handle get() const noexcept { return handle_; }
 
  private:
   const Api& api_;
-  Stream stream_ = nullptr;
+  Handle handle_ = nullptr;
 };
-
-class OwnedEvent {
- public:
-  explicit OwnedEvent(const Api& api) : api_(api) {
-    check(api, api.create_event(&event_), "cudaEventCreate");
-  }
-  ~OwnedEvent() { api_.destroy_event(event_); }
-  OwnedEvent(const OwnedEvent&) = delete;
-  OwnedEvent& operator=(const OwnedEvent&) = delete;
-  Event get() const noexcept { return event_; }
-
- private:
-  const Api& api_;
-  Event event_ = nullptr;
-};
+using OwnedStream = Owned<Stream, &Api::create_stream, &Api::destroy_stream>;
+using OwnedEvent = Owned<Event, &Api::create_event, &Api::destroy_event>;
 
 }  // namespace gradwire::cuda

@@ -82,7 +82,7 @@ class OverFakeNccl : public testing::Test {
     settings.rank = rank;
     settings.size = size;
     settings.blocking = blocks_;
-    return make_nccl_messages(nccl(), id, std::move(settings));
+    return make_nccl_messages(nccl(), id, settings);
   }
   // Rank 0, whose peers never come.
   std::unique_ptr<Messages> first(int size, NcclSettings settings = {}) const {

@@ -18,7 +18,6 @@
 #include "gradwire/base/error.h"
 #include "gradwire/base/types.h"
 #include "gradwire/cuda/api.h"
-#include "gradwire/cuda/messages/native_collective.h"
 
 namespace gradwire::cuda {
 
@@ -31,6 +30,23 @@ struct Slotted {
 
   std::size_t table_bytes() const noexcept { return aligned(sizeof(std::uint32_t) * units); }
   std::size_t bytes() const noexcept { return table_bytes() + units * slot_bytes; }
+};
+
+// A collective as the library between the GPUs has it, on blocks in device memory.
+//
+// At rank r of p, with `count` elements: all_reduce, broadcast, reduce: input and output have so
+// many; reduce_scatter: the input has p blocks of so many, one after the other, and the output is
+// block r; all_gather: the other way round; all_to_all: both have p blocks, and block s of the
+// output comes from rank s. Input and output may be the same memory, where that is block r of the
+// longer one; not those of an all_to_all.
+struct NativeCollective {
+  Collective collective = Collective::kAllReduce;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  Rank root = 0;
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;  // reduce: used at the root only
+  std::uint64_t count = 0;
 };
 
 class Messages {

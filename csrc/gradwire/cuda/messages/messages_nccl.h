@@ -29,8 +29,6 @@ struct NcclSettings {
   // where NCCL would make a thread for each group. None of NCCL's sources makes it safe to abort
   // one in a call: see docs/design/gpus.md.
   bool blocking = false;
-  // Called first in each abort.
-  std::function<void()> before_abort = nullptr;
 };
 
 // Returns the id that rank 0 makes and all ranks need. Rank 0's process must live until all ranks
@@ -46,6 +44,6 @@ nccl::UniqueId make_unique_id(const Nccl& nccl);
 // communicator, or aborts. CUDA graphs that hold messages must be destroyed by then, since NCCL
 // waits for them.
 std::unique_ptr<Messages> make_nccl_messages(const Nccl& nccl, const nccl::UniqueId& id,
-                                             NcclSettings settings);
+                                             const NcclSettings& settings);
 
 }  // namespace gradwire::cuda

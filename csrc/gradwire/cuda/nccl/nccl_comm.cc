@@ -106,8 +106,8 @@ bool is_posted(nccl::Result result) {
   return result == nccl::kSuccess || result == nccl::kInProgress;
 }
 
-nccl::Result post_one(const Nccl& nccl, const NcclComm::Message& m, int /*size*/, nccl::Comm* comm,
-                      Stream stream) {
+nccl::Result post_one(const Nccl& nccl, const NcclComm::NcclMessage& m, int /*size*/,
+                      nccl::Comm* comm, Stream stream) {
   return m.to == nullptr ? nccl.send(m.from, m.bytes, nccl::kUint8, m.peer, comm, stream)
                          : nccl.recv(m.to, m.bytes, nccl::kUint8, m.peer, comm, stream);
 }
@@ -118,8 +118,9 @@ nccl::Result post_all_to_all(const Nccl& nccl, const NativeCollective& c, int si
   const std::size_t bytes = c.count * size_of(c.dtype);
   for (Rank peer = 0; peer < size; ++peer) {
     const std::size_t at = static_cast<std::size_t>(peer) * bytes;
-    for (const NcclComm::Message& each : {NcclComm::Message{c.input + at, nullptr, bytes, peer},
-                                          NcclComm::Message{nullptr, c.output + at, bytes, peer}}) {
+    for (const NcclComm::NcclMessage& each :
+         {NcclComm::NcclMessage{c.input + at, nullptr, bytes, peer},
+          NcclComm::NcclMessage{nullptr, c.output + at, bytes, peer}}) {
       const nccl::Result result = post_one(nccl, each, size, comm, stream);
       if (!is_posted(result)) return result;
     }
@@ -166,7 +167,7 @@ nccl::Result post_group(const Nccl& nccl, std::span<const Item> group, int size,
   return is_posted(result) ? ended : result;
 }
 
-std::string ranks_of(std::span<const NcclComm::Message> messages) {
+std::string ranks_of(std::span<const NcclComm::NcclMessage> messages) {
   std::set<Rank> peers;
   for (const auto& message : messages) peers.insert(message.peer);
   std::string text;
@@ -226,11 +227,27 @@ bool NcclComm::disconnect() noexcept {
   }
 }
 
-void NcclComm::exchange(std::span<const Message> messages, Stream stream) {
-  post(messages, stream, {"a group", messages, settings_.timeout_seconds});
+void NcclComm::begin() {
+  require_alive();
+  posted_.clear();
 }
 
-void NcclComm::run(std::span<const NativeCollective> collectives, Stream stream) {
+void NcclComm::add(const NcclMessage& message) {
+  if (message.peer < 0 || message.peer >= settings_.size)
+    throw InvalidArgument("there is no rank " + std::to_string(message.peer) + " among " +
+                          std::to_string(settings_.size));
+  if (message.bytes > 0) posted_.push_back(message);
+}
+
+void NcclComm::end(Stream stream) {
+  require_alive();
+  if (!posted_.empty())
+    post(std::span<const NcclMessage>(posted_), stream,
+         {"a group", posted_, settings_.timeout_seconds});
+}
+
+void NcclComm::run_native(std::span<const NativeCollective> collectives, Stream stream) {
+  require_alive();
   post(collectives, stream, {"a collective", {}, settings_.timeout_seconds});
 }
 
@@ -335,12 +352,12 @@ void NcclComm::fail(nccl::Result result, const Waiting& waiting) const {
 }
 
 // Returns the one peer that can be the cause; kNoPeer if it may be any of several.
-Rank NcclComm::only_peer(std::span<const Message> messages) const noexcept {
+Rank NcclComm::only_peer(std::span<const NcclMessage> messages) const noexcept {
   if (settings_.size == 2) return 1 - settings_.rank;
   if (messages.empty()) return kNoPeer;
   const Rank first = messages.front().peer;
   const bool only = std::all_of(messages.begin(), messages.end(),
-                                [&](const Message& m) { return m.peer == first; });
+                                [&](const NcclMessage& m) { return m.peer == first; });
   return only && first != settings_.rank ? first : kNoPeer;
 }
 
@@ -368,7 +385,7 @@ void NcclComm::require_not_aborted() const {
 }
 
 void NcclComm::abort() noexcept {
-  if (settings_.before_abort) settings_.before_abort();
+  lose();
   shared_->aborted = true;
   if (forks() != forks_) return;
   const std::lock_guard lock(aborts_);
@@ -389,16 +406,16 @@ nccl::Comm* NcclComm::take() noexcept {
   return shared_->comm.exchange(nullptr);
 }
 
-// Calls `end` on a thread of its own: it changes the thread's device, and waits for graphs that
+// Calls `finish` on a thread of its own: it changes the thread's device, and waits for graphs that
 // hold messages.
-void NcclComm::end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm,
+void NcclComm::end_apart(nccl::Result (*finish)(nccl::Comm*), nccl::Comm* comm,
                          const char* name) noexcept {
   try {
-    const bool ended =
-        run_with_timeout(settings_.ending_seconds, [end, comm, use_device = settings_.use_device] {
-          if (use_device) use_device();
-          end(comm);
-        });
+    const bool ended = run_with_timeout(settings_.ending_seconds,
+                                        [finish, comm, use_device = settings_.use_device] {
+                                          if (use_device) use_device();
+                                          finish(comm);
+                                        });
     if (!ended) log_to_stderr(who() + name + " takes long, and is left to itself");
   } catch (const std::exception& error) {
     log_to_stderr(error.what());

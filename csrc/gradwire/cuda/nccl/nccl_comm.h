@@ -1,6 +1,6 @@
 // One rank's NCCL communicator, which does not block: no call into NCCL waits, so that another
 // thread can end what is under way. Where the settings ask for one that blocks, a thread of its own
-// makes these calls. One thread at a time uses it; any thread may call abort().
+// makes these calls. messages/messages_nccl.h says what its messages promise.
 #pragma once
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/cuda/call_thread.h"
@@ -17,10 +18,10 @@
 
 namespace gradwire::cuda {
 
-class NcclComm {
+class NcclComm final : public Messages {
  public:
   // A message to send has `from`, one to receive has `to`; the other one is null.
-  struct Message {
+  struct NcclMessage {
     const std::byte* from;
     std::byte* to;
     std::size_t bytes;
@@ -28,26 +29,31 @@ class NcclComm {
   };
 
   NcclComm(const Nccl& nccl, const nccl::UniqueId& id, const NcclSettings& settings);
-  ~NcclComm();
+  ~NcclComm() override;
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // Sends and receives at least one message in one NCCL group, which is on the stream when this
-  // returns.
-  void exchange(std::span<const Message> messages, Stream stream);
-  // Does what exchange() does with NCCL's own collectives, at least one.
-  void run(std::span<const NativeCollective> collectives, Stream stream);
-  // Throws if the communicator has failed meanwhile. Does not wait for a call under way.
-  void check();
-  // Throws what an earlier call threw, or Aborted.
-  void require_alive() const;
-  void abort() noexcept;
+  std::string_view name() const noexcept override { return "nccl"; }
+  void begin() override;
+  void send(const std::byte* data, std::size_t bytes, Rank peer,
+            std::span<const Slotted> /*layout*/) override {
+    add({data, nullptr, bytes, peer});
+  }
+  void receive(std::byte* data, std::size_t bytes, Rank peer,
+               std::span<const Slotted> /*layout*/) override {
+    add({nullptr, data, bytes, peer});
+  }
+  void end(Stream stream) override;
+  bool has_collectives() const noexcept override { return true; }
+  void run_native(std::span<const NativeCollective> collectives, Stream stream) override;
+  void check() override;  // does not wait for a call under way
+  void abort() noexcept override;
 
  private:
   // What is waited for, and for how long from now on.
   struct Waiting {
     const char* what;
-    std::span<const Message> messages;  // of a group
+    std::span<const NcclMessage> messages;  // of a group
     double seconds;
     Deadline deadline = Deadline::after(seconds);
   };
@@ -77,15 +83,19 @@ class NcclComm {
   void or_abort(Call call);
   [[noreturn]] void fail(nccl::Result result, const Waiting& waiting) const;
   std::string who() const { return "rank " + std::to_string(settings_.rank) + ": "; }
-  Rank only_peer(std::span<const Message> messages) const noexcept;
+  Rank only_peer(std::span<const NcclMessage> messages) const noexcept;
 
+  void add(const NcclMessage& message);
+  // Throws what an earlier call threw, or Aborted.
+  void require_alive() const;
   void require_not_aborted() const;
   nccl::Comm* take() noexcept;
-  void end_apart(nccl::Result (*end)(nccl::Comm*), nccl::Comm* comm, const char* name) noexcept;
+  void end_apart(nccl::Result (*finish)(nccl::Comm*), nccl::Comm* comm, const char* name) noexcept;
 
   const Nccl& nccl_;
   const NcclSettings settings_;
   const std::uint32_t forks_;
+  std::vector<NcclMessage> posted_;
   std::exception_ptr failure_;
   std::mutex aborts_;  // held during an abort, so that a second one returns no sooner
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();

@@ -38,6 +38,7 @@ __device__ inline std::uint32_t word_of_first(std::uint32_t n, std::uint32_t ind
 // may write to a word at once.
 __device__ inline void put_bits(std::uint32_t* words, std::uint32_t at, std::uint32_t bits,
                                 std::uint32_t count) {
+  if (bits == 0) return;
   const std::uint32_t shift = at % 32;
   atomicOr(words + at / 32, bits << shift);
   if (shift + count > 32) atomicOr(words + at / 32 + 1, bits >> (32 - shift));

@@ -1,22 +1,40 @@
-// Reductions and scans over a thread block. All threads of the block must call them.
+// Reductions and scans over a warp or a thread block, all of whose threads must call them.
 #pragma once
 
-#include "gradwire/cuda/plugin/team.cuh"
+#include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
 
-inline constexpr unsigned kMostWarps = 32;  // of a block
+// The results of a scan: the joined values of the threads before this one, and of all threads.
+template <typename T>
+struct Scanned {
+  T before, all;
+};
 
-// Returns the largest `mine` of all threads.
+struct Plus {
+  template <typename T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Larger {
+  template <typename T>
+  __device__ T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+
+inline constexpr unsigned kBlockWarps = 32;  // at most
+
+// Returns the largest `mine` of the block.
 __device__ inline std::uint32_t block_largest(std::uint32_t mine) {
-  __shared__ std::uint32_t of_warp[kMostWarps];
+  __shared__ std::uint32_t of_warp[kBlockWarps];
   const std::uint32_t largest = __reduce_max_sync(kAllLanes, mine);
   __syncthreads();  // all threads have read the last call's values
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = largest;
   __syncthreads();
   std::uint32_t most = 0;
-  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp)
-    most = of_warp[warp] > most ? of_warp[warp] : most;
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) most = Larger{}(most, of_warp[warp]);
   return most;
 }
 
@@ -33,7 +51,7 @@ __device__ T warp_scan(T mine, Join join) {
 // Scans over the block. join(earlier, later) is associative, and `neutral` is its identity.
 template <typename T, typename Join>
 __device__ Scanned<T> block_scan(T mine, T neutral, Join join) {
-  __shared__ T of_warp[kMostWarps];
+  __shared__ T of_warp[kBlockWarps];
   const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const T through = warp_scan(mine, join);
   const T before = __shfl_up_sync(kAllLanes, through, 1);

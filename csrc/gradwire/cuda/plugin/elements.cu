@@ -13,6 +13,8 @@ constexpr unsigned kThreads = 256;
 constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
 
+std::uint64_t tiles_of(const Run& run) { return blocks_for(run.n, kTile); }
+
 template <unsigned kWide>
 __device__ void deliver_tile(const Run& run, std::uint64_t begin) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
@@ -31,21 +33,19 @@ __device__ void deliver_tile(const Run& run, std::uint64_t begin) {
 }
 
 __global__ void __launch_bounds__(kThreads) deliver_kernel(const __grid_constant__ Batch<Run> of) {
-  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
-    const unsigned r = of.find(tile);
-    const Run& run = of.at[r];
-    const std::uint64_t begin = (tile - of.first[r]) * kTile;
+  of.each_tile([](Tile<Run> tile) {
+    const Run& run = tile.run;
     if (all_aligned(run.x, run.y) && is_aligned(run.run_feedback))
-      deliver_tile<4>(run, begin);
+      deliver_tile<4>(run, tile.number * kTile);
     else
-      deliver_tile<1>(run, begin);
-  }
+      deliver_tile<1>(run, tile.number * kTile);
+  });
 }
 
 // Runs without a residual are left as they are.
 Status deliver_runs(const Run* runs, int count, Stream stream) {
   return in_batches(
-      runs, count, [](const Run& run) { return run; },
+      runs, count,
       [](const Run& run) { return keeps_errors(run.run_feedback) ? blocks_for(run.n, kTile) : 0; },
       [&](const Batch<Run>& batch) {
         return launch(deliver_kernel, batch.tiles(), kThreads, stream, batch);
@@ -81,26 +81,23 @@ struct Marked {
 template <bool kAlone>
 __global__ void __launch_bounds__(kThreads) mark_kernel(const __grid_constant__ Marked of) {
   const Team<kAlone> team;
-  for (std::uint64_t tile = team.number(); tile < of.runs.tiles(); tile += team.count()) {
-    const unsigned r = of.runs.find(tile);
-    const std::uint64_t begin = (tile - of.runs.first[r]) * of.unit;
-    const std::uint64_t left = of.runs.at[r].n - begin;
+  of.runs.each_tile(team.number(), team.count(), [&](Tile<Run> tile) {
+    const std::uint64_t begin = tile.number * of.unit, left = tile.run.n - begin;
     const std::uint64_t length = left < of.unit ? left : of.unit;
-    float* const y = of.runs.at[r].y + begin;
+    float* const y = tile.run.y + begin;
     const bool finite = is_aligned(y) ? look_at<4>(y, length, team) : look_at<1>(y, length, team);
-    if (!team.any(!finite)) continue;
+    if (!team.any(!finite)) return;
     if (team.rank() == 0) set_flag(of.flags, kNotFinite);
     for (std::uint64_t i = team.rank(); of.fills && i < length; i += team.size())
       y[i] = quiet_nan<float>();
-  }
+  });
 }
 
 Status mark_runs(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags,
                  Stream stream) {
   Marked of{{}, unit > 1 ? unit : kOfWarp, unit > 1, flags};
   return in_batches(
-      runs, count, [](const Run& run) { return run; },
-      [&of](const Run& run) { return blocks_for(run.n, of.unit); },
+      runs, count, [&of](const Run& run) { return blocks_for(run.n, of.unit); },
       [&](const Batch<Run>& batch) {
         of.runs = batch;
         if (of.unit <= kOfWarp)
@@ -125,24 +122,19 @@ Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream)
 __global__ void __launch_bounds__(kThreads)
     poison_kernel(const __grid_constant__ Batch<Run> of, const std::uint32_t* flags) {
   if (*flags == 0) return;
-  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
-    const unsigned r = of.find(tile);
-    const Run& run = of.at[r];
-    const std::uint64_t begin = (tile - of.first[r]) * kTile;
-    for (std::uint64_t i = begin + threadIdx.x; i < begin + kTile && i < run.n; i += kThreads)
-      run.y[i] = quiet_nan<float>();
-  }
+  of.each_tile([](Tile<Run> tile) {
+    const std::uint64_t begin = tile.number * kTile;
+    for (std::uint64_t i = begin + threadIdx.x; i < begin + kTile && i < tile.run.n; i += kThreads)
+      tile.run.y[i] = quiet_nan<float>();
+  });
 }
 
 Status poison(const Run* runs, int count, const std::uint32_t* flags, Stream stream) {
   constexpr std::uint64_t kMost = 1024;
-  return in_batches(
-      runs, count, [](const Run& run) { return run; },
-      [](const Run& run) { return blocks_for(run.n, kTile); },
-      [&](const Batch<Run>& batch) {
-        const std::uint64_t blocks = batch.tiles() < kMost ? batch.tiles() : kMost;
-        return launch(poison_kernel, blocks, kThreads, stream, batch, flags);
-      });
+  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
+    const std::uint64_t blocks = batch.tiles() < kMost ? batch.tiles() : kMost;
+    return launch(poison_kernel, blocks, kThreads, stream, batch, flags);
+  });
 }
 
 // ---- Keys --------------------------------------------------------------------------------------
@@ -204,10 +196,9 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
   const double factor = of.all();
   if (factor == 1) return;
   const Share<kThreads, kCount, 1> share{threadIdx.x};
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const Run& run = of.runs.at[r];
-    const std::uint64_t begin = (tile - of.runs.first[r]) * kTile;
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const Run& run = tile.run;
+    const std::uint64_t begin = tile.number * kTile;
     KeyState& key_state = *run.run_feedback.key_state;
     float* const residual = one_of(run.run_feedback.residual, key_state.which) + begin;
     float e[kCount];
@@ -215,23 +206,20 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
 #pragma unroll
     for (float& each : e) each = scaled(each, factor);
     share.store(residual, run.n - begin, e);
-    if (begin > 0 || threadIdx.x > 0) continue;
+    if (begin > 0 || threadIdx.x > 0) return;
     CodecState& codec_state = key_state.codec_state[key_state.which];
     const double magnitude = factor < 0 ? -factor : factor;
     codec_state.tau = scaled(codec_state.tau, magnitude);
-  }
+  });
 }
 
 Status scale_residuals(const Run* runs, int count, double factor, const float* now,
                        const float* before, Stream stream) {
   Scaled of{{}, factor, now, before};
-  return in_batches(
-      runs, count, [](const Run& run) { return run; },
-      [](const Run& run) { return blocks_for(run.n, kTile); },
-      [&](const Batch<Run>& batch) {
-        of.runs = batch;
-        return launch(scale_kernel, batch.tiles(), kThreads, stream, of);
-      });
+  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
+    of.runs = batch;
+    return launch(scale_kernel, batch.tiles(), kThreads, stream, of);
+  });
 }
 
 // ---- What was sent -----------------------------------------------------------------------------
@@ -239,26 +227,22 @@ Status scale_residuals(const Run* runs, int count, double factor, const float* n
 __global__ void __launch_bounds__(kThreads)
     clear_sent_kernel(const __grid_constant__ Batch<Run> of) {
   const Share<kThreads, kCount, 1> share{threadIdx.x};
-  for (std::uint64_t tile = blockIdx.x; tile < of.tiles(); tile += gridDim.x) {
-    const unsigned r = of.find(tile);
-    const Run& run = of.at[r];
-    const std::uint64_t begin = (tile - of.first[r]) * kTile;
+  of.each_tile([&](Tile<Run> tile) {
+    const Run& run = tile.run;
+    const std::uint64_t begin = tile.number * kTile;
     float y[kCount], e[kCount];
     share.load(run.y + begin, run.n - begin, y);
     share.load(residual_of(run.run_feedback) + begin, run.n - begin, e);
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) y[i] = e[i] == 0 ? 0 : y[i];
     share.store(run.y + begin, run.n - begin, y);
-  }
+  });
 }
 
 Status clear_sent(const Run* runs, int count, Stream stream) {
-  return in_batches(
-      runs, count, [](const Run& run) { return run; },
-      [](const Run& run) { return blocks_for(run.n, kTile); },
-      [&](const Batch<Run>& batch) {
-        return launch(clear_sent_kernel, batch.tiles(), kThreads, stream, batch);
-      });
+  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
+    return launch(clear_sent_kernel, batch.tiles(), kThreads, stream, batch);
+  });
 }
 
 }  // namespace

@@ -64,60 +64,43 @@ std::uint64_t tiles_of(const Folded& of, const FoldRun& run) {
 
 template <typename Kind, bool kSums>
 __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ Folded of) {
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const FoldRun& run = of.runs.at[r];
-    if (is_wide(of, run))
-      fold_tile<Kind, kSums, kWideOf<Kind>>(of, run, tile - of.runs.first[r]);
+  of.runs.each_tile([&](Tile<FoldRun> tile) {
+    if (is_wide(of, tile.run))
+      fold_tile<Kind, kSums, kWideOf<Kind>>(of, tile.run, tile.number);
     else
-      fold_tile<Kind, kSums, 1>(of, run, tile - of.runs.first[r]);
-  }
-}
-
-// What the caller gives of a call: the runs, with n in elements.
-struct Given {
-  const FoldRun* runs;
-  int count;
-};
-
-template <typename Kind, bool kSums>
-Status start(Folded of, const Given& given, Stream stream, unsigned each = 1) {
-  const auto in_elements = [each](FoldRun run) {
-    run.n *= each;
-    return run;
-  };
-  return in_batches(
-      given.runs, given.count, in_elements,
-      [&](const FoldRun& run) { return tiles_of<Kind>(of, in_elements(run)); },
-      [&](const Batch<FoldRun>& batch) {
-        of.runs = batch;
-        return launch(fold_kernel<Kind, kSums>, batch.tiles(), kThreads, stream, of);
-      });
-}
-
-Status start_any(DType dtype, const Folded& of, const Given& given, Stream stream) {
-  const Folding folding{dtype, of.op, of.scales};
-  return start_any(folding, [&]<typename Kind, bool kSums>(ReduceOp op, unsigned each) {
-    Folded own = of;
-    own.op = op;
-    return start<Kind, kSums>(own, given, stream, each);
+      fold_tile<Kind, kSums, 1>(of, tile.run, tile.number);
   });
 }
 
-Folded folded(int op, const Payloads& addends, int divisor) {
-  return {{},
-          static_cast<ReduceOp>(op),
-          addends.first,
-          addends.stride,
-          addends.count,
-          divisor != 1,
-          1.0 / divisor};
+Status fold_all(DType dtype, Folded of, const FoldRun* runs, int count, Stream stream) {
+  const auto start = [&]<typename Kind, bool kSums>(ReduceOp op, unsigned each) {
+    of.op = op;
+    const auto in_elements = [each](FoldRun run) {
+      run.n *= each;
+      return run;
+    };
+    return in_batches(
+        runs, count, in_elements,
+        [&](const FoldRun& run) { return tiles_of<Kind>(of, in_elements(run)); },
+        [&](const Batch<FoldRun>& batch) {
+          of.runs = batch;
+          return launch(fold_kernel<Kind, kSums>, batch.tiles(), kThreads, stream, of);
+        });
+  };
+  return start_any(dtype, of.op, of.scales, start);
 }
 
 Status fold_runs(int dtype, int op, const FoldRun* runs, int count, Payloads addends, int divisor,
                  Stream stream) {
   if (addends.count < 0 || addends.jump != 0 || divisor < 1) return cudaErrorInvalidValue;
-  return start_any(static_cast<DType>(dtype), folded(op, addends, divisor), {runs, count}, stream);
+  const Folded of{{},
+                  static_cast<ReduceOp>(op),
+                  addends.first,
+                  addends.stride,
+                  addends.count,
+                  divisor != 1,
+                  1.0 / divisor};
+  return fold_all(static_cast<DType>(dtype), of, runs, count, stream);
 }
 
 struct WideFolded {
@@ -142,9 +125,9 @@ __device__ void fold_wide_tile(const WideFolded& of, const WideRun& run, std::ui
   }
   share.load(reinterpret_cast<const std::uint16_t*>(of.addends + run.addend) + begin, left, x);
   if (of.multiplies)
-    fold_into<Kind, Prod>(acc, x);
+    fold_into<Kind, ReduceOp::kProd>(acc, x);
   else
-    fold_into<Kind, Sum>(acc, x);
+    fold_into<Kind, ReduceOp::kSum>(acc, x);
   if (run.y == nullptr) return share.store(run.sum + begin, left, acc);
 #pragma unroll
   for (float& each : acc) each *= of.factor;
@@ -157,15 +140,13 @@ constexpr unsigned kWideTile = kThreads * 8;
 template <typename Kind>
 __global__ void __launch_bounds__(kThreads)
     fold_wide_kernel(const __grid_constant__ WideFolded of) {
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const WideRun& run = of.runs.at[r];
-    const std::uint64_t begin = (tile - of.runs.first[r]) * kWideTile;
+  of.runs.each_tile([&](Tile<WideRun> tile) {
+    const WideRun& run = tile.run;
     if (all_aligned(run.own, run.sum, run.y, of.addends + run.addend))
-      fold_wide_tile<Kind, 4>(of, run, begin);
+      fold_wide_tile<Kind, 4>(of, run, tile.number * kWideTile);
     else
-      fold_wide_tile<Kind, 1>(of, run, begin);
-  }
+      fold_wide_tile<Kind, 1>(of, run, tile.number * kWideTile);
+  });
 }
 
 Status fold_wide_runs(int dtype, int op, const WideRun* runs, int count, const std::byte* addends,
@@ -178,8 +159,7 @@ Status fold_wide_runs(int dtype, int op, const WideRun* runs, int count, const s
     return cudaErrorInvalidValue;
   WideFolded of{{}, addends, multiplies, static_cast<float>(1.0 / divisor)};
   return in_batches(
-      runs, count, [](const WideRun& run) { return run; },
-      [](const WideRun& run) { return blocks_for(run.n, kWideTile); },
+      runs, count, [](const WideRun& run) { return blocks_for(run.n, kWideTile); },
       [&](const Batch<WideRun>& batch) {
         of.runs = batch;
         return launch(type == DType::kFloat16 ? fold_wide_kernel<Narrow<Fp16>>
@@ -190,8 +170,8 @@ Status fold_wide_runs(int dtype, int op, const WideRun* runs, int count, const s
 
 Status scale(int dtype, void* x, double factor, std::uint64_t n, Stream stream) {
   const FoldRun run{static_cast<std::byte*>(x), static_cast<std::byte*>(x), n, 0};
-  return start_any(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor},
-                   {&run, 1}, stream);
+  return fold_all(static_cast<DType>(dtype), {{}, ReduceOp::kSum, nullptr, 0, 0, true, factor},
+                  &run, 1, stream);
 }
 
 }  // namespace

@@ -45,52 +45,6 @@ struct Wrapping<T, true> {
   using type = std::conditional_t<sizeof(T) == 8, std::uint64_t, std::uint32_t>;
 };
 
-struct Sum {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    using U = typename Wrapping<T>::type;
-    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
-  }
-};
-
-struct Prod {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    using U = typename Wrapping<T>::type;
-    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
-  }
-};
-
-struct And {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a & b);
-  }
-};
-
-struct Or {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a | b);
-  }
-};
-
-struct Xor {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(a ^ b);
-  }
-};
-
-// Operates on truth values: anything but 0 is true. The result is 0 or 1.
-template <typename Bitwise>
-struct Logical {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return static_cast<T>(Bitwise::apply(a != 0, b != 0));
-  }
-};
-
 // Joins two equal floats. They differ at most in the sign of a zero, which min keeps and max drops.
 __device__ inline float same(float a, float b, bool keeps) {
   const std::uint32_t x = __float_as_uint(a), y = __float_as_uint(b);
@@ -112,45 +66,57 @@ __device__ T extreme(T a, T b) {
   }
 }
 
-struct Min {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return extreme<T, true>(a, b);
-  }
-};
-
-struct Max {
-  template <typename T>
-  __device__ static T apply(T a, T b) {
-    return extreme<T, false>(a, b);
-  }
-};
+// Combines two values. Bits of Bool are truth values, as are the operands of logical ops.
+template <ReduceOp kOp, typename T>
+__device__ T combine(T a, T b) {
+  using U = typename Wrapping<T>::type;
+  using enum ReduceOp;
+  if constexpr (kOp == kSum)
+    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
+  else if constexpr (kOp == kProd)
+    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
+  else if constexpr (kOp == kMin || kOp == kMax)
+    return extreme<T, kOp == kMin>(a, b);
+  else if constexpr (kOp == kBand)
+    return static_cast<T>(a & b);
+  else if constexpr (kOp == kBor)
+    return static_cast<T>(a | b);
+  else if constexpr (kOp == kBxor)
+    return static_cast<T>(a ^ b);
+  else if constexpr (kOp == kLand)
+    return static_cast<T>(a != 0 && b != 0);
+  else if constexpr (kOp == kLor)
+    return static_cast<T>(a != 0 || b != 0);
+  else
+    return static_cast<T>((a != 0) != (b != 0));
+}
 
 // acc := acc (op) x. acc stays in registers, in the computing type, so that a result is rounded
 // only once, when it is stored.
-template <typename Kind, typename Op, unsigned kCount>
+template <typename Kind, ReduceOp kOp, unsigned kCount>
 __device__ void fold_into(typename Kind::Value (&acc)[kCount],
                           const typename Kind::Stored (&x)[kCount]) {
 #pragma unroll
-  for (unsigned i = 0; i < kCount; ++i) acc[i] = Op::apply(acc[i], Kind::widen(x[i]));
+  for (unsigned i = 0; i < kCount; ++i) acc[i] = combine<kOp>(acc[i], Kind::widen(x[i]));
 }
 
 template <typename Kind, unsigned kCount>
 __device__ void fold_bits(ReduceOp op, typename Kind::Value (&acc)[kCount],
                           const typename Kind::Stored (&x)[kCount]) {
+  using enum ReduceOp;
   switch (op) {
-    case ReduceOp::kBand:
-      return fold_into<Kind, And>(acc, x);
-    case ReduceOp::kBor:
-      return fold_into<Kind, Or>(acc, x);
-    case ReduceOp::kBxor:
-      return fold_into<Kind, Xor>(acc, x);
-    case ReduceOp::kLand:
-      return fold_into<Kind, Logical<And>>(acc, x);
-    case ReduceOp::kLor:
-      return fold_into<Kind, Logical<Or>>(acc, x);
+    case kBand:
+      return fold_into<Kind, kBand>(acc, x);
+    case kBor:
+      return fold_into<Kind, kBor>(acc, x);
+    case kBxor:
+      return fold_into<Kind, kBxor>(acc, x);
+    case kLand:
+      return fold_into<Kind, kLand>(acc, x);
+    case kLor:
+      return fold_into<Kind, kLor>(acc, x);
     default:
-      return fold_into<Kind, Logical<Xor>>(acc, x);
+      return fold_into<Kind, kLxor>(acc, x);
   }
 }
 
@@ -159,17 +125,18 @@ __device__ void fold_bits(ReduceOp op, typename Kind::Value (&acc)[kCount],
 template <bool kSums, typename Kind, unsigned kCount>
 __device__ void fold_by(ReduceOp op, typename Kind::Value (&acc)[kCount],
                         const typename Kind::Stored (&x)[kCount]) {
+  using enum ReduceOp;
   constexpr bool kBits = std::is_integral_v<typename Kind::Value>;
   if constexpr (std::is_same_v<Kind, Bool>)
     fold_bits<Kind>(op, acc, x);
-  else if (kSums || op == ReduceOp::kSum || op == ReduceOp::kAvg)
-    fold_into<Kind, Sum>(acc, x);
-  else if (op == ReduceOp::kMin)
-    fold_into<Kind, Min>(acc, x);
-  else if (op == ReduceOp::kMax)
-    fold_into<Kind, Max>(acc, x);
-  else if (!kBits || op == ReduceOp::kProd)
-    fold_into<Kind, Prod>(acc, x);
+  else if (kSums || op == kSum || op == kAvg)
+    fold_into<Kind, kSum>(acc, x);
+  else if (op == kMin)
+    fold_into<Kind, kMin>(acc, x);
+  else if (op == kMax)
+    fold_into<Kind, kMax>(acc, x);
+  else if (!kBits || op == kProd)
+    fold_into<Kind, kProd>(acc, x);
   else if constexpr (kBits)
     fold_bits<Kind>(op, acc, x);
 }
@@ -198,79 +165,55 @@ __device__ void scale_by(double by, Value (&acc)[kCount]) {
   }
 }
 
-// What decides which kernel folds.
-struct Folding {
-  DType dtype;
-  ReduceOp op;
-  bool scales;
-};
-
-// Calls start<Kind, kSums>(op, elements of Kind in one of dtype).
-template <typename Kind, typename Start>
-Status start_floats(const Folding& of, Start start, unsigned each = 1) {
-  if (of.op > ReduceOp::kProd) return cudaErrorInvalidValue;
-  const bool sums = of.op == ReduceOp::kSum || of.op == ReduceOp::kAvg;
-  return sums ? start.template operator()<Kind, true>(of.op, each)
-              : start.template operator()<Kind, false>(of.op, each);
-}
-
-template <typename T, typename Start>
-Status start_integers(const Folding& of, Start start) {
-  if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
-  return start.template operator()<Plain<T>, false>(of.op, 1);
-}
-
-template <typename T, typename Start>
-Status start_pairs(const Folding& of, Start start) {
-  if (of.op > ReduceOp::kAvg) return cudaErrorInvalidValue;
-  return start_floats<Plain<T>>(of, start, 2);
-}
-
-// A sum of bools is true where one of them is (codec/simd/simd_reduce.h).
+// Calls start<Kind, kSums>(op, elements of Kind in one of the dtype) for what decides which kernel
+// folds.
 template <typename Start>
-Status start_bools(const Folding& of, Start start) {
-  if (of.op == ReduceOp::kAvg || of.scales) return cudaErrorInvalidValue;
-  ReduceOp op = of.op;
-  if (op == ReduceOp::kSum || op == ReduceOp::kMax || op == ReduceOp::kBor)
-    op = ReduceOp::kLor;
-  else if (op == ReduceOp::kProd || op == ReduceOp::kMin || op == ReduceOp::kBand)
-    op = ReduceOp::kLand;
-  return start.template operator()<Bool, false>(op, 1);
-}
-
-template <typename Start>
-Status start_any(const Folding& of, Start start) {
-  switch (of.dtype) {
+Status start_any(DType dtype, ReduceOp op, bool scales, Start start) {
+  using enum ReduceOp;
+  const auto floats = [&]<typename Kind>(unsigned each, ReduceOp last) -> Status {
+    if (op > last) return cudaErrorInvalidValue;
+    return op == kSum || op == kAvg ? start.template operator()<Kind, true>(op, each)
+                                    : start.template operator()<Kind, false>(op, each);
+  };
+  const auto integers = [&]<typename Kind>(ReduceOp its) -> Status {
+    if (op == kAvg || scales) return cudaErrorInvalidValue;
+    return start.template operator()<Kind, false>(its, 1);
+  };
+  const auto bools = [&] {  // a sum of them is true where one is (codec/simd/simd_reduce.h)
+    if (op == kSum || op == kMax || op == kBor) return kLor;
+    return op == kProd || op == kMin || op == kBand ? kLand : op;
+  };
+  switch (dtype) {
     case DType::kFloat32:
-      return start_floats<Plain<float>>(of, start);
+      return floats.template operator()<Plain<float>>(1, kProd);
     case DType::kFloat64:
-      return start_floats<Plain<double>>(of, start);
+      return floats.template operator()<Plain<double>>(1, kProd);
     case DType::kFloat16:
-      return start_floats<Narrow<Fp16>>(of, start);
+      return floats.template operator()<Narrow<Fp16>>(1, kProd);
     case DType::kBFloat16:
-      return start_floats<Narrow<Bf16>>(of, start);
-    case DType::kInt8:
-      return start_integers<std::int8_t>(of, start);
-    case DType::kInt32:
-      return start_integers<std::int32_t>(of, start);
-    case DType::kInt64:
-      return start_integers<std::int64_t>(of, start);
-    case DType::kUInt8:
-      return start_integers<std::uint8_t>(of, start);
-    case DType::kInt16:
-      return start_integers<std::int16_t>(of, start);
-    case DType::kUInt16:
-      return start_integers<std::uint16_t>(of, start);
-    case DType::kUInt32:
-      return start_integers<std::uint32_t>(of, start);
-    case DType::kUInt64:
-      return start_integers<std::uint64_t>(of, start);
-    case DType::kBool:
-      return start_bools(of, start);
+      return floats.template operator()<Narrow<Bf16>>(1, kProd);
     case DType::kComplex64:
-      return start_pairs<float>(of, start);
+      return floats.template operator()<Plain<float>>(2, kAvg);
     case DType::kComplex128:
-      return start_pairs<double>(of, start);
+      return floats.template operator()<Plain<double>>(2, kAvg);
+    case DType::kInt8:
+      return integers.template operator()<Plain<std::int8_t>>(op);
+    case DType::kInt16:
+      return integers.template operator()<Plain<std::int16_t>>(op);
+    case DType::kInt32:
+      return integers.template operator()<Plain<std::int32_t>>(op);
+    case DType::kInt64:
+      return integers.template operator()<Plain<std::int64_t>>(op);
+    case DType::kUInt8:
+      return integers.template operator()<Plain<std::uint8_t>>(op);
+    case DType::kUInt16:
+      return integers.template operator()<Plain<std::uint16_t>>(op);
+    case DType::kUInt32:
+      return integers.template operator()<Plain<std::uint32_t>>(op);
+    case DType::kUInt64:
+      return integers.template operator()<Plain<std::uint64_t>>(op);
+    case DType::kBool:
+      return integers.template operator()<Bool>(bools());
   }
   return cudaErrorInvalidValue;
 }

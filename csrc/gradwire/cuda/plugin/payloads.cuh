@@ -13,9 +13,11 @@ struct NoPayloads {
 // A unit's payloads in messages of one layout.
 struct StridedPayloads {
   static constexpr bool kAny = true;
-  const std::byte* first;  // the unit's in the first message
   const Payloads& messages;
+  std::uint64_t place;  // where the unit's begins in a message
   __device__ int count() const { return messages.count; }
-  __device__ const std::byte* at(int j) const { return first + messages.offset(j); }
+  __device__ const std::byte* at(int j) const {
+    return messages.first + (place + messages.offset(j));
+  }
 };
 }  // namespace gradwire::cuda

@@ -1,28 +1,9 @@
 // A team is the threads that work on one unit of elements: one warp, or all warps of a block.
 #pragma once
 
-#include "gradwire/cuda/plugin/gpu.cuh"
+#include "gradwire/cuda/plugin/block.cuh"
 
 namespace gradwire::cuda {
-
-// The results of a scan: the joined values of the threads before this one, and of all threads.
-template <typename T>
-struct Scanned {
-  T before, all;
-};
-
-struct Plus {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-struct Larger {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a > b ? a : b;
-  }
-};
 
 // All threads of a team call its functions together. Reductions and scans begin with 0.
 template <bool kAlone>
@@ -53,41 +34,25 @@ struct Team {
   }
 
   __device__ static std::uint32_t largest(std::uint32_t mine) {
-    return over_warps(__reduce_max_sync(kAllLanes, mine), Larger{}).all;
+    if constexpr (kAlone)
+      return __reduce_max_sync(kAllLanes, mine);
+    else
+      return block_largest(mine);
   }
   __device__ static std::uint32_t sum(std::uint32_t mine) {
-    return over_warps(__reduce_add_sync(kAllLanes, mine), Plus{}).all;
+    if constexpr (kAlone)
+      return __reduce_add_sync(kAllLanes, mine);
+    else
+      return block_sums(mine).all;
   }
 
   template <typename T, typename Join>
   __device__ static Scanned<T> scan(T mine, Join join) {
-    T upto = mine;
-    for (unsigned by = 1; by < kWarp; by *= 2) {
-      const T other = __shfl_up_sync(kAllLanes, upto, by);
-      if (lane() >= by) upto = join(upto, other);
-    }
-    const T before = __shfl_up_sync(kAllLanes, upto, 1);
-    const Scanned<T> warps = over_warps(__shfl_sync(kAllLanes, upto, kWarp - 1), join);
-    return {lane() == 0 ? warps.before : join(warps.before, before), warps.all};
-  }
-
- private:
-  // Scans over the warps of the team; all lanes of a warp pass the same value.
-  template <typename T, typename Join>
-  __device__ static Scanned<T> over_warps(T of_warp, Join join) {
     if constexpr (kAlone) {
-      return {0, of_warp};
+      const T upto = warp_scan(mine, join), before = __shfl_up_sync(kAllLanes, upto, 1);
+      return {lane() == 0 ? 0 : before, __shfl_sync(kAllLanes, upto, kWarp - 1)};
     } else {
-      __shared__ T values[kWarp];
-      if (lane() == 0) values[warp()] = of_warp;
-      __syncthreads();
-      Scanned<T> found{0, 0};
-      for (unsigned w = 0; w < warps(); ++w) {
-        if (w < warp()) found.before = join(found.before, values[w]);
-        found.all = join(found.all, values[w]);
-      }
-      __syncthreads();  // before `values` is written again
-      return found;
+      return block_scan(mine, T{0}, join);
     }
   }
 };

@@ -52,47 +52,34 @@ __device__ void write_scaled(std::uint32_t largest, std::uint64_t n, float* colu
 }
 static_assert(codec::kHeadroom == 0x1p-32F);
 
-struct StartRun {
-  Memory memory;
-  float* q;
-  float* scales;
-  std::uint64_t columns;
-};
-
-__device__ void begin_column(const StartRun& run, std::uint64_t k) {
-  if (k == 0 && threadIdx.x < 2 && run.scales != nullptr) run.scales[threadIdx.x] = 0;
-  const Memory& memory = run.memory;
-  const float* last =
-      memory.factor[0] == nullptr ? nullptr : one_of(memory.factor, memory.key_state->which_memory);
-  float* column = run.q + k * run.columns;
+__device__ void begin_column(const FactoredMatrix& of, std::uint64_t k) {
+  if (k == 0 && threadIdx.x < 2 && of.scales != nullptr) of.scales[threadIdx.x] = 0;
+  const std::uint64_t columns = of.of.columns;
+  const float* last = of.memory.factor[0] == nullptr
+                          ? nullptr
+                          : one_of(of.memory.factor, of.memory.key_state->which_memory);
+  float* column = of.q + k * columns;
   if (last != nullptr) {
-    const auto kept = [=](std::uint64_t j) { return last[k * run.columns + j]; };
-    const std::uint32_t largest = largest_of(run.columns, kept);
-    if (largest > 0 && largest < kInfinityBits)
-      return write_scaled(largest, run.columns, column, kept);
+    const auto kept = [=](std::uint64_t j) { return last[k * columns + j]; };
+    const std::uint32_t largest = largest_of(columns, kept);
+    if (largest > 0 && largest < kInfinityBits) return write_scaled(largest, columns, column, kept);
   }
   const auto anew = [=](std::uint64_t j) { return drawn(k, j); };
-  write_scaled(largest_of(run.columns, anew), run.columns, column, anew);
+  write_scaled(largest_of(columns, anew), columns, column, anew);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    begin_columns(const __grid_constant__ Batch<StartRun> runs) {
-  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
-    const unsigned r = runs.find(b);
-    begin_column(runs.at[r], b - runs.first[r]);
-  }
+    begin_columns(const __grid_constant__ Batch<FactoredMatrix> all) {
+  all.each_tile([](Tile<FactoredMatrix> tile) { begin_column(tile.run, tile.number); });
 }
 
 Status start_factor(const FactoredMatrix* all, int count, Stream stream) {
-  return in_batches(
-      all, count,
-      [](const FactoredMatrix& each) {
-        return StartRun{each.memory, each.q, each.scales, each.of.columns};
-      },
-      [](const FactoredMatrix& each) { return each.of.columns == 0 ? 0 : each.of.rank; },
-      [stream](const Batch<StartRun>& batch) {
-        return launch(begin_columns, batch.tiles(), kThreads, stream, batch);
-      });
+  const auto tiles = [](const FactoredMatrix& each) {
+    return each.of.columns == 0 ? 0 : each.of.rank;
+  };
+  return in_batches(all, count, tiles, [stream](const Batch<FactoredMatrix>& batch) {
+    return launch(begin_columns, batch.tiles(), kThreads, stream, batch);
+  });
 }
 
 // ---- take_headroom, check_finite, remember ------------------------------------------------------
@@ -112,14 +99,14 @@ struct HeadroomRun {
 
 __global__ void __launch_bounds__(kThreads)
     take_out_headroom(const __grid_constant__ Batch<HeadroomRun> runs) {
-  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
-    const HeadroomRun& run = runs.at[b];  // a tile each
+  runs.each_tile([](Tile<HeadroomRun> tile) {
+    const HeadroomRun& run = tile.run;
     const std::uint32_t largest = largest_of(run.n, [&](std::uint64_t i) { return run.q[i]; });
     const bool large = __uint_as_float(largest) > 0x1p64F;
     for (std::uint64_t i = threadIdx.x; !large && i < run.n; i += blockDim.x)
       run.q[i] *= kLargeScale;
     if (threadIdx.x == 0) *run.scale = large ? kLargeScale : 1;
-  }
+  });
 }
 
 // Returns the scale for a largest magnitude. Where that is NaN, so is the scale: as bits it is more
@@ -132,12 +119,10 @@ __device__ float scale_of(std::uint32_t largest) {
 // Calls body(run, first, end) for each tile of elements of a run.
 template <typename Body>
 __device__ void each_tile(const Batch<HeadroomRun>& runs, Body body) {
-  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
-    const unsigned r = runs.find(b);
-    const HeadroomRun& run = runs.at[r];
-    const std::uint64_t first = (b - runs.first[r]) * kTile;
-    body(run, first, run.n - first < kTile ? run.n : first + kTile);
-  }
+  runs.each_tile([&](Tile<HeadroomRun> tile) {
+    const std::uint64_t first = tile.number * kTile, n = tile.run.n;
+    body(tile.run, first, n - first < kTile ? n : first + kTile);
+  });
 }
 
 // Sets scales, which are 0 before, to the largest of their tiles' scale_of().
@@ -165,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status take_headroom_of_long(const std::vector<HeadroomRun>& all, Stream stream) {
   return in_batches(
-      all.data(), static_cast<int>(all.size()), [](const HeadroomRun& run) { return run; },
+      all.data(), static_cast<int>(all.size()),
       [](const HeadroomRun& run) { return blocks_for(run.n, kTile); },
       [stream](const Batch<HeadroomRun>& batch) {
         const Status status = launch(find_scales, batch.tiles(), kThreads, stream, batch);
@@ -184,8 +169,7 @@ Status take_headroom(const FactoredMatrix* all, int count, Stream stream) {
   }
   if (const Status status = take_headroom_of_long(large, stream); status != 0) return status;
   return in_batches(
-      small.data(), static_cast<int>(small.size()), [](const HeadroomRun& run) { return run; },
-      [](const HeadroomRun&) { return 1; },
+      small.data(), static_cast<int>(small.size()), [](const HeadroomRun&) { return 1; },
       [stream](const Batch<HeadroomRun>& batch) {
         return launch(take_out_headroom, batch.tiles(), kThreads, stream, batch);
       });
@@ -206,35 +190,28 @@ Status check_finite(const float* x, std::uint64_t n, std::uint32_t* flags, Strea
   return launch(look_for_nan, blocks_for(n, kThreads * kEach), kThreads, stream, x, n, flags);
 }
 
-struct RememberRun {
-  Memory memory;
-  const float* q;
-  std::uint64_t n;
-};
+__device__ __host__ std::uint64_t right_size(const FactoredMatrix& each) {
+  return each.of.columns * each.of.rank;
+}
 
 __global__ void __launch_bounds__(kThreads)
-    copy_to_memory(const __grid_constant__ Batch<RememberRun> runs) {
-  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
-    const unsigned r = runs.find(b);
-    const RememberRun& run = runs.at[r];
-    const std::uint64_t i = (b - runs.first[r]) * kThreads + threadIdx.x;
-    float* to = one_of(run.memory.factor, 1 - run.memory.key_state->which_memory);
-    if (i < run.n) to[i] = run.q[i];
-  }
+    copy_to_memory(const __grid_constant__ Batch<FactoredMatrix> all) {
+  all.each_tile([](Tile<FactoredMatrix> tile) {
+    const Memory& memory = tile.run.memory;
+    const std::uint64_t i = tile.number * kThreads + threadIdx.x;
+    float* to = one_of(memory.factor, 1 - memory.key_state->which_memory);
+    if (i < right_size(tile.run)) to[i] = tile.run.q[i];
+  });
 }
 
 Status remember(const FactoredMatrix* all, int count, Stream stream) {
   if (count == 0 || all[0].memory.factor[0] == nullptr) return 0;
-  const auto size_of = [](const FactoredMatrix& each) { return each.of.columns * each.of.rank; };
-  return in_batches(
-      all, count,
-      [size_of](const FactoredMatrix& each) {
-        return RememberRun{each.memory, each.q, size_of(each)};
-      },
-      [size_of](const FactoredMatrix& each) { return blocks_for(size_of(each), kThreads); },
-      [stream](const Batch<RememberRun>& batch) {
-        return launch(copy_to_memory, batch.tiles(), kThreads, stream, batch);
-      });
+  const auto tiles = [](const FactoredMatrix& each) {
+    return blocks_for(right_size(each), kThreads);
+  };
+  return in_batches(all, count, tiles, [stream](const Batch<FactoredMatrix>& batch) {
+    return launch(copy_to_memory, batch.tiles(), kThreads, stream, batch);
+  });
 }
 
 }  // namespace

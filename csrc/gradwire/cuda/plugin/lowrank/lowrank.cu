@@ -3,6 +3,8 @@
 // rank.
 #include "gradwire/codec/factors.h"
 
+#include <type_traits>
+
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
@@ -15,9 +17,7 @@ namespace {
 using codec::kMostRank;
 
 template <unsigned kValue>
-struct Count {
-  static constexpr unsigned value = kValue;
-};
+using Count = std::integral_constant<unsigned, kValue>;
 
 // Calls body(Count<k>{}) with the least k of 4, 8, 16 and 32 that is enough for the rank.
 template <typename Body>
@@ -26,23 +26,6 @@ Status with_factors(std::uint64_t rank, Body body) {
   if (rank <= 8) return body(Count<8>{});
   if (rank <= 16) return body(Count<16>{});
   return body(Count<32>{});
-}
-
-// The matrices of a kernel.
-template <typename Each>
-struct Matrices {
-  Batch<Each> runs;
-  std::uint64_t rank;
-
-  __device__ Matrix shape_of(const Each& each) const { return {each.rows, each.columns, rank}; }
-};
-
-// Calls start(matrices) for all of them, each cut into tiles(matrix).
-template <typename Make, typename Tiles, typename Start>
-Status with_matrices(const FactoredMatrix* all, int count, Make make, Tiles tiles, Start start) {
-  return in_batches(all, count, make, tiles, [&](const auto& batch) {
-    return start(Matrices<decltype(make(*all))>{batch, all[0].of.rank});
-  });
 }
 
 // Returns element `at` of vectors k to k + 3, which have n elements each; 0 where there is none.
@@ -130,59 +113,43 @@ __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, 
   }
 }
 
-struct LeftRun {
-  const float* x;
-  RunFeedback run_feedback;
-  float* v;
-  const float* q;
-  float* p;
-  std::uint64_t rows, columns;
-};
-
 template <unsigned kFactors>
 __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
-    left(const __grid_constant__ Matrices<LeftRun> all) {
+    left(const __grid_constant__ Batch<FactoredMatrix> all) {
   using Tile = LeftTile<kFactors>;
   __shared__ Tile tile;
   const unsigned lane = threadIdx.x % kRowLanes, rows = blockDim.x / kRowLanes;
-  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
-    const unsigned r = all.runs.find(b);
-    const LeftRun& run = all.runs.at[r];
-    const Matrix of = all.shape_of(run);
-    const LeftSource from{run.x, residual_of(run.run_feedback), run.v};
-    const std::uint64_t row = (b - all.runs.first[r]) * rows + threadIdx.x / kRowLanes;
+  all.each_tile([&](cuda::Tile<FactoredMatrix> own) {
+    const FactoredMatrix& its = own.run;
+    const Matrix& of = its.of;
+    const LeftSource from{its.x, residual_of(its.run_feedback), its.y};
+    const std::uint64_t row = own.number * rows + threadIdx.x / kRowLanes;
     float sums[kFactors] = {};
     for (std::uint64_t j = 0; j < of.columns; j += Tile::kColumns) {
       const bool any = row < of.rows && j + lane < of.columns;
       float values[Tile::kSteps];
       load_row(from, row * of.columns + j + lane, any ? of.columns - j - lane : 0, values);
       __syncthreads();  // nobody reads the last tile any more
-      stage(tile, run.q, j, of);
+      stage(tile, its.q, j, of);
       __syncthreads();
       add_row(tile, lane, values, sums);
     }
-    write_row(sums, run.p, row, row < of.rows && lane == 0, of);
-  }
+    write_row(sums, its.p, row, row < of.rows && lane == 0, of);
+  });
 }
 
 Status left_factor(const FactoredMatrix* all, int count, Stream stream) {
   std::uint64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += all[i].of.rows;
   const unsigned threads = rows < kManyRows ? kFewThreads : kLeftThreads;
-  return with_matrices(
-      all, count,
-      [](const FactoredMatrix& each) {
-        return LeftRun{each.x, each.run_feedback, each.y,         each.q,
-                       each.p, each.of.rows,      each.of.columns};
-      },
-      [threads](const FactoredMatrix& each) {
-        return blocks_for(each.of.rows, threads / kRowLanes);
-      },
-      [&](const Matrices<LeftRun>& batch) {
-        return with_factors(batch.rank, [&](auto factors) {
-          return launch(left<decltype(factors)::value>, batch.runs.tiles(), threads, stream, batch);
-        });
-      });
+  const auto tiles = [threads](const FactoredMatrix& each) {
+    return blocks_for(each.of.rows, threads / kRowLanes);
+  };
+  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+    return with_factors(batch.at[0].of.rank, [&](auto factors) {
+      return launch(left<decltype(factors)::value>, batch.tiles(), threads, stream, batch);
+    });
+  });
 }
 
 // ---- q = vᵀ·p: sums along columns --------------------------------------------------------------
@@ -300,25 +267,20 @@ __device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
   }
 }
 
-struct RightRun {
-  const float* v;
-  const float* p;
-  float* q;
-  std::uint64_t rows, columns;
-};
-
 // Adds up a strip of columns for up to kFactors factors.
 template <unsigned kFactors, unsigned kWide>
-__device__ void sum_strip(RightTile<kFactors, kWide>& tile, const RightRun& run, Matrix of,
+__device__ void sum_strip(RightTile<kFactors, kWide>& tile, const FactoredMatrix& its,
                           std::uint64_t first, std::uint64_t factor, unsigned& turn) {
+  const Matrix& of = its.of;
+  const float* const v = keeps_errors(its.run_feedback) ? its.y : its.x;
   using Tile = RightTile<kFactors, kWide>;
   const unsigned group = threadIdx.x / kWide;
   const std::uint64_t column = first + threadIdx.x % kWide;
   float whole[kFactors / 4] = {};
   float next[kGroup];
   Picked<kFactors, kWide> picked;
-  load_group(run.v, group * kGroup, column, of, next);
-  picked.load(run.p, factor, 0, of);
+  load_group(v, group * kGroup, column, of, next);
+  picked.load(its.p, factor, 0, of);
   picked.store(tile, 0);
   __syncthreads();
   unsigned place = 0;
@@ -326,46 +288,37 @@ __device__ void sum_strip(RightTile<kFactors, kWide>& tile, const RightRun& run,
     float values[kGroup], sums[kFactors] = {};
 #pragma unroll
     for (unsigned r = 0; r < kGroup; ++r) values[r] = next[r];
-    load_group(run.v, i + Tile::kRows + group * kGroup, column, of, next);
-    picked.load(run.p, factor, i + Tile::kRows, of);
+    load_group(v, i + Tile::kRows + group * kGroup, column, of, next);
+    picked.load(its.p, factor, i + Tile::kRows, of);
     sum_group(tile, place, group, values, sums);
     if constexpr (Tile::kPlaces == 2) picked.store(tile, place ^= 1);
     join(tile, sums, whole, turn, [&] {
       if constexpr (Tile::kPlaces == 1) picked.store(tile, 0);
     });
   }
-  write_columns<kFactors, kWide>(whole, run.q, factor, first, of);
+  write_columns<kFactors, kWide>(whole, its.own_q, factor, first, of);
 }
 
 // Consecutive blocks take the factors of one strip, then those of the next strip.
 template <unsigned kFactors, unsigned kWide>
 __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
-    right(const __grid_constant__ Matrices<RightRun> all) {
+    right(const __grid_constant__ Batch<FactoredMatrix> all) {
   __shared__ RightTile<kFactors, kWide> tile;
-  const std::uint64_t parts = blocks_for(all.rank, kFactors);
   unsigned turn = 0;
-  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
-    const unsigned r = all.runs.find(b);
-    const RightRun& run = all.runs.at[r];
-    const std::uint64_t own = b - all.runs.first[r];
-    sum_strip(tile, run, all.shape_of(run), own / parts * kWide, own % parts * kFactors, turn);
-  }
+  all.each_tile([&](Tile<FactoredMatrix> own) {
+    const std::uint64_t parts = blocks_for(own.run.of.rank, kFactors);
+    sum_strip(tile, own.run, own.number / parts * kWide, own.number % parts * kFactors, turn);
+  });
 }
 
 template <unsigned kFactors, unsigned kWide>
 Status right_of(const FactoredMatrix* all, int count, Stream stream) {
-  return with_matrices(
-      all, count,
-      [](const FactoredMatrix& each) {
-        const float* const v = keeps_errors(each.run_feedback) ? each.y : each.x;
-        return RightRun{v, each.p, each.own_q, each.of.rows, each.of.columns};
-      },
-      [](const FactoredMatrix& each) {
-        return blocks_for(each.of.columns, kWide) * blocks_for(each.of.rank, kFactors);
-      },
-      [&](const Matrices<RightRun>& batch) {
-        return launch(right<kFactors, kWide>, batch.runs.tiles(), kRightThreads, stream, batch);
-      });
+  const auto tiles = [](const FactoredMatrix& each) {
+    return blocks_for(each.of.columns, kWide) * blocks_for(each.of.rank, kFactors);
+  };
+  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+    return launch(right<kFactors, kWide>, batch.tiles(), kRightThreads, stream, batch);
+  });
 }
 
 // Chooses the width of strips: narrow, so that there are enough of them, but not below 8 floats,
@@ -391,16 +344,6 @@ constexpr unsigned kProductThreads = 256;
 constexpr unsigned kProductWide = kWarp;
 constexpr unsigned kProductDeep = 8;  // rows of a thread
 constexpr unsigned kProductRows = kProductThreads / kProductWide * kProductDeep;
-
-struct ProductRun {
-  const float* p;
-  const float* q;
-  const float* own_q;
-  const float* scales;
-  RunFeedback run_feedback;
-  float* y;
-  std::uint64_t rows, columns;
-};
 
 __device__ float limit(float x) {
   constexpr float kMost = 0x1.FFFFFEp127F;
@@ -454,58 +397,50 @@ __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, B
 
 template <unsigned kFactors, bool kError>
 __global__ void __launch_bounds__(kProductThreads)
-    product(const __grid_constant__ Matrices<ProductRun> all, float factor) {
+    product(const __grid_constant__ Batch<FactoredMatrix> all, float factor) {
   __shared__ ProductTile<kFactors> tile;
-  for (std::uint64_t b = blockIdx.x; b < all.runs.tiles(); b += gridDim.x) {
-    const unsigned run_number = all.runs.find(b);
-    const ProductRun& run = all.runs.at[run_number];
-    const Matrix of = all.shape_of(run);
-    const std::uint64_t t = b - all.runs.first[run_number];
+  all.each_tile([&](Tile<FactoredMatrix> own) {
+    const FactoredMatrix& its = own.run;
+    const Matrix& of = its.of;
     const std::uint64_t across = blocks_for(of.columns, kProductWide);
-    const std::uint64_t first = t / across * kProductRows;
-    const std::uint64_t column = t % across * kProductWide + threadIdx.x % kProductWide;
-    const float scale = factor * run.scales[0];
+    const std::uint64_t first = own.number / across * kProductRows;
+    const std::uint64_t column = own.number % across * kProductWide + threadIdx.x % kProductWide;
+    const float scale = factor * its.scales[0];
     Four factors[kFactors / 4];
     float values[kProductDeep];
     if constexpr (kError)
       each_row(first, column, of,
-               [&](unsigned r, unsigned, std::uint64_t at) { values[r] = run.y[at]; });
+               [&](unsigned r, unsigned, std::uint64_t at) { values[r] = its.y[at]; });
     __syncthreads();  // nobody reads the last tile any more
-    stage(tile, run.p, first, of);
+    stage(tile, its.p, first, of);
     __syncthreads();
     if constexpr (kError) {
-      const float own_scale = run.scales[1];
-      float* error = next_residual(run.run_feedback);
-      load_column<kFactors>(run.own_q, column, of, factors);
+      const float own_scale = its.scales[1];
+      float* error = next_residual(its.run_feedback);
+      load_column<kFactors>(its.own_q, column, of, factors);
       each_row(first, column, of, [&](unsigned r, unsigned row, std::uint64_t at) {
         error[at] = limit(values[r] - limit(product_at(tile, row, factors) * own_scale));
       });
     }
-    load_column<kFactors>(run.q, column, of, factors);
+    load_column<kFactors>(its.q, column, of, factors);
     each_row(first, column, of, [&](unsigned, unsigned row, std::uint64_t at) {
-      run.y[at] = limit(product_at(tile, row, factors) * scale);
+      its.y[at] = limit(product_at(tile, row, factors) * scale);
     });
-  }
+  });
 }
 
 Status product_of(const FactoredMatrix* all, int count, float factor, Stream stream) {
-  const bool errors = count > 0 && keeps_errors(all[0].run_feedback);
-  return with_matrices(
-      all, count,
-      [](const FactoredMatrix& each) {
-        return ProductRun{each.p, each.q,       each.own_q,     each.scales, each.run_feedback,
-                          each.y, each.of.rows, each.of.columns};
-      },
-      [](const FactoredMatrix& each) {
-        return blocks_for(each.of.rows, kProductRows) * blocks_for(each.of.columns, kProductWide);
-      },
-      [&](const Matrices<ProductRun>& batch) {
-        return with_factors(batch.rank, [&](auto factors) {
-          constexpr unsigned kFactors = decltype(factors)::value;
-          return launch(errors ? product<kFactors, true> : product<kFactors, false>,
-                        batch.runs.tiles(), kProductThreads, stream, batch, factor);
-        });
-      });
+  const auto tiles = [](const FactoredMatrix& each) {
+    return blocks_for(each.of.rows, kProductRows) * blocks_for(each.of.columns, kProductWide);
+  };
+  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+    return with_factors(batch.at[0].of.rank, [&](auto factors) {
+      constexpr unsigned kFactors = decltype(factors)::value;
+      return launch(keeps_errors(batch.at[0].run_feedback) ? product<kFactors, true>
+                                                           : product<kFactors, false>,
+                    batch.tiles(), kProductThreads, stream, batch, factor);
+    });
+  });
 }
 
 }  // namespace

@@ -122,29 +122,22 @@ __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ c
   }
 }
 
-struct FactorRun {
-  float* p;
-  double* room;
-  std::uint64_t rows;
-};
-
 // Continues after column `done` is finished; kNone: no column is yet.
 __global__ void __launch_bounds__(kThreads)
-    orthonormalise_after(std::uint64_t done, const __grid_constant__ Batch<FactorRun> runs) {
+    orthonormalise_after(std::uint64_t done, const __grid_constant__ Batch<FactoredMatrix> all) {
   __shared__ Room shared;
-  for (std::uint64_t b = blockIdx.x; b < runs.tiles(); b += gridDim.x) {
-    const unsigned r = runs.find(b);
-    const FactorRun& run = runs.at[r];
-    const std::uint64_t k = done + 1 + (b - runs.first[r]), rows = run.rows;
-    double* column = run.room + k * rows;
+  all.each_tile([&](Tile<FactoredMatrix> tile) {
+    const FactoredMatrix& its = tile.run;
+    const std::uint64_t k = done + 1 + tile.number, rows = its.of.rows;
+    double* column = its.room + k * rows;
     if (done == kNone) {
-      for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = run.p[k * rows + i];
+      for (std::uint64_t i = threadIdx.x; i < rows; i += kThreads) column[i] = its.p[k * rows + i];
       __syncthreads();
     } else {
-      take_off(shared, run.room + done * rows, column, rows);
+      take_off(shared, its.room + done * rows, column, rows);
     }
-    if (k == done + 1) finish(shared, run.p + k * rows, column, rows);
-  }
+    if (k == done + 1) finish(shared, its.p + k * rows, column, rows);
+  });
 }
 
 Status orthonormalise(const FactoredMatrix* all, int count, Stream stream) {
@@ -152,10 +145,8 @@ Status orthonormalise(const FactoredMatrix* all, int count, Stream stream) {
   Status status = 0;
   for (std::uint64_t k = 0; k < rank && status == 0; ++k)
     status = in_batches(
-        all, count,
-        [](const FactoredMatrix& each) { return FactorRun{each.p, each.room, each.of.rows}; },
-        [=](const FactoredMatrix& each) { return each.of.rows == 0 ? 0 : rank - k; },
-        [=](const Batch<FactorRun>& batch) {
+        all, count, [=](const FactoredMatrix& each) { return each.of.rows == 0 ? 0 : rank - k; },
+        [=](const Batch<FactoredMatrix>& batch) {
           return launch(orthonormalise_after, batch.tiles(), kThreads, stream,
                         k == 0 ? kNone : k - 1, batch);
         });

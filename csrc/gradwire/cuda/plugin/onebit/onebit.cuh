@@ -22,8 +22,8 @@ inline std::uint64_t slot_bytes(std::uint64_t block) {
 }
 
 // Returns the bytes of the table of sizes in front of a run's slots.
-inline std::uint64_t table_bytes(std::uint64_t n, std::uint64_t block) {
-  return aligned(sizeof(std::uint32_t) * blocks_for(n, block));
+constexpr std::uint64_t table_bytes(std::uint64_t blocks) {
+  return aligned(sizeof(std::uint32_t) * blocks);
 }
 
 }  // namespace gradwire::cuda::onebit

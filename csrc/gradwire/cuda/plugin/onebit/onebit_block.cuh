@@ -191,22 +191,22 @@ __device__ std::uint32_t add_masked(const Group& group, const Slot& here, std::u
 }
 
 // Adds a block of n elements of each payload in turn to v, of which a lane has every 32nd element.
-// `payloads` has their count(), at least 1, and the block's slot in each, at(j). Returns the flags
+// `received` has their count(), at least 1, and the block's slot in each, at(j). Returns the flags
 // to set; where a payload is refused, v becomes NaN.
-template <bool kAlone, typename Payloads>
-__device__ std::uint32_t add_received(const Payloads& payloads, std::uint64_t slot_bytes,
+template <bool kAlone, typename Received>
+__device__ std::uint32_t add_received(const Received& received, std::uint64_t slot_bytes,
                                       std::uint32_t n, Team<kAlone> team, GroupRoom<kAlone>& room,
                                       float (&v)[kCount]) {
   std::uint32_t flags = 0;
-  const std::byte* slot = payloads.at(0);
+  const std::byte* slot = received.at(0);
   Plane next = load_slot(slot, n, team.rank());
-  for (int j = 0; j < payloads.count(); ++j) {
+  for (int j = 0; j < received.count(); ++j) {
     const Slot here{slot, slot_bytes};
     Group group{};
     group.count = 1;
     group.planes[0] = next;
-    if (j + 1 < payloads.count()) {
-      slot = payloads.at(j + 1);
+    if (j + 1 < received.count()) {
+      slot = received.at(j + 1);
       next = load_slot(slot, n, team.rank());
     }
     const Means sent = group.planes[0].means;
@@ -223,9 +223,9 @@ __device__ std::uint32_t add_received(const Payloads& payloads, std::uint64_t sl
 
 // ---- Blocks ------------------------------------------------------------------------------------
 
-// A block that a team encodes: payloads and e are added to x first. `run` has x, y, which is
-// written where the block finishes, and sizes of its blocks' payloads.
-template <bool kFeedsBack, bool kFinishes, bool kAlone, typename Run, typename Payloads>
+// A block that a team encodes: payloads and e are added to x first. y is written where the block
+// finishes.
+template <bool kFeedsBack, bool kFinishes, bool kAlone, typename Received>
 struct Block {
   const Run& run;
   Feedback feedback;     // of the run
@@ -233,10 +233,10 @@ struct Block {
   std::uint64_t begin;   // of the thread's segment, in the run
   std::uint32_t n;       // elements of the block
   std::uint32_t inside;  // elements from the segment's first to the block's last
-  std::byte* out;
-  float factor;  // of y
+  std::byte* out;        // the block's slot
+  const Encoding& how;
   std::uint32_t* flags;
-  const Payloads& payloads;  // for add_received(), or none
+  const Received& received;  // for add_received(), or none
   std::uint64_t slot_bytes;
   Team<kAlone> team;
   Share<kWarp, kCount, 1> share;
@@ -245,8 +245,8 @@ struct Block {
 
   __device__ void load(float (&v)[kCount]) const {
     share.load(run.x + begin, inside, v);
-    if constexpr (Payloads::kAny) {
-      const std::uint32_t found = add_received(payloads, slot_bytes, n, team, *group, v);
+    if constexpr (Received::kAny) {
+      const std::uint32_t found = add_received(received, slot_bytes, n, team, *group, v);
       if (found != 0 && team.rank() == 0) set_flag(flags, found);
 #pragma unroll
       for (unsigned i = 0; i < kCount; ++i)
@@ -287,7 +287,7 @@ struct Block {
     auto* const header = reinterpret_cast<float*>(out);
     header[0] = means.plus;
     header[1] = means.minus;
-    run.sizes[unit] = kHeader + bytes;
+    reinterpret_cast<std::uint32_t*>(how.out + run.payload)[unit] = kHeader + bytes;
   }
 
   __device__ void encode() const {
@@ -326,7 +326,7 @@ struct Block {
       const float mean = is_negative(v[i]) ? means.minus : means.plus;
       const float its = masked && v[i] == 0 ? 0 : mean;
       v[i] = v[i] - (0.0F + its);  // CPUs decode by adding to 0: no -0
-      if constexpr (kFinishes) decoded[i] = canonical(its * factor);
+      if constexpr (kFinishes) decoded[i] = canonical(its * how.factor);
     }
     if constexpr (kFeedsBack) share.store(feedback.after + begin, inside, v);
     if constexpr (kFinishes) share.store(run.y + begin, inside, decoded);

@@ -13,21 +13,12 @@ namespace {
 
 using namespace onebit;
 
-struct SumRun {
-  const std::byte* in;  // slots of the first payload
-  float* y;
-  std::uint64_t n;
-};
-
-// Payload p of a run is p · stride bytes behind its first.
+// Of a run, `payload` is where its slots begin.
 struct Sum {
-  Batch<SumRun> runs;
-  std::int64_t stride;
-  unsigned count;
+  Batch<Run> runs;
   std::uint64_t block, slot_bytes;
-  bool add;
+  Decoding how;
   unsigned together;  // payloads that are added to each other first: kGroup, or 1
-  float factor;
   std::uint32_t* flags;
 };
 
@@ -125,7 +116,7 @@ struct Rooms {
 template <unsigned kWide, bool kAlone>
 struct Block {
   const Sum& of;
-  const SumRun& run;
+  const Run& run;
   Team<kAlone> team;
   Share<kWarp, kCount, kWide> share;
   GroupRoom<kAlone>& room;
@@ -134,20 +125,22 @@ struct Block {
   std::uint32_t n;  // elements of the block
 
   __device__ Slot slot_at(unsigned p) const {
-    return {run.in + p * of.stride + unit * of.slot_bytes, of.slot_bytes};
+    const std::byte* const slots = of.how.payloads.first + run.payload;
+    return {slots + p * of.how.payloads.stride + unit * of.slot_bytes, of.slot_bytes};
   }
 
   // Loads the group of payloads that begins with payload `first`, whose slot is `slot`; that then
   // is the next group's.
   __device__ Group load(unsigned first, const std::byte*& slot) const {
     Group group{};
-    const unsigned left = of.count <= first ? 0 : of.count - first;
+    const auto count = static_cast<unsigned>(of.how.payloads.count);
+    const unsigned left = count <= first ? 0 : count - first;
     group.count = left < of.together ? left : of.together;
 #pragma unroll
     for (unsigned p = 0; p < kGroup; ++p) {
       if (p >= group.count) continue;
       group.planes[p] = load_slot(slot, n, team.rank());
-      slot += of.stride;
+      slot += of.how.payloads.stride;
     }
     return group;
   }
@@ -175,11 +168,12 @@ struct Block {
     float acc[kCount];
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
-    if (of.add) share.load(y, inside, acc);
+    if (of.how.adds) share.load(y, inside, acc);
     std::uint32_t flags = 0;
     const std::byte* slot = slot_at(0).at;
     Group group = load(0, slot);
-    for (unsigned first = 0; first < of.count; first += of.together) {
+    for (unsigned first = 0; first < static_cast<unsigned>(of.how.payloads.count);
+         first += of.together) {
       const Group next = load(first + of.together, slot);  // while the group before it is added
       flags |= add(group, first, acc);
       group = next;
@@ -195,7 +189,7 @@ struct Block {
     bool number = !refused;
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) {
-      acc[i] = acc[i] * of.factor;
+      acc[i] = acc[i] * of.how.factor;
       number = number && acc[i] == acc[i];
     }
     if (number) return;
@@ -210,19 +204,17 @@ __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
   __shared__ Rooms<kAlone> rooms;
   const Team<kAlone> team;
   const unsigned warp = threadIdx.x / kWarp;
-  for (std::uint64_t tile = team.number(); tile < of.runs.tiles(); tile += team.count()) {
-    const unsigned r = of.runs.find(tile);
-    const SumRun& run = of.runs.at[r];
-    const std::uint64_t unit = tile - of.runs.first[r], left = run.n - unit * of.block;
+  of.runs.each_tile(team.number(), team.count(), [&](Tile<Run> tile) {
+    const Run& run = tile.run;
+    const std::uint64_t left = run.n - tile.number * of.block;
     const auto n = static_cast<std::uint32_t>(left < of.block ? left : of.block);
-    const auto add_up = [&](auto block) { block.sum(); };
     GroupRoom<kAlone>& room = rooms.groups[kAlone ? warp : 0];
     SumTable& table = rooms.tables[warp];
     if (is_aligned(run.y))
-      add_up(Block<4, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
+      Block<4, kAlone>{of, run, team, {team.lane()}, room, table, tile.number, n}.sum();
     else
-      add_up(Block<1, kAlone>{of, run, team, {team.lane()}, room, table, unit, n});
-  }
+      Block<1, kAlone>{of, run, team, {team.lane()}, room, table, tile.number, n}.sum();
+  });
 }
 
 Status start(const Sum& of, Stream stream) {
@@ -236,25 +228,14 @@ Status start(const Sum& of, Stream stream) {
 Status onebit_decode_runs(std::uint64_t block, const Run* runs, int count, const Decoding& how,
                           std::uint32_t* flags, Stream stream) {
   if (block > OneBitKernels::kMostBlock || how.payloads.jump != 0) return cudaErrorInvalidValue;
-  Sum of{{},
-         how.payloads.stride,
-         static_cast<unsigned>(how.payloads.count),
-         block,
-         slot_bytes(block),
-         how.adds,
-         how.adds ? 1 : kGroup,
-         how.factor,
-         flags};
-  return in_batches(
-      runs, count,
-      [&](const Run& run) {
-        return SumRun{how.payloads.first + run.payload + table_bytes(run.n, block), run.y, run.n};
-      },
-      [block](const Run& run) { return blocks_for(run.n, block); },
-      [&](const Batch<SumRun>& batch) {
-        of.runs = batch;
-        return start(of, stream);
-      });
+  const auto tiles = [block](const Run& run) { return blocks_for(run.n, block); };
+  const auto behind_table = [&](Run run) {
+    run.payload += table_bytes(tiles(run));
+    return run;
+  };
+  return in_batches(runs, count, behind_table, tiles, [&](const Batch<Run>& batch) {
+    return start({batch, block, slot_bytes(block), how, how.adds ? 1 : kGroup, flags}, stream);
+  });
 }
 
 }  // namespace

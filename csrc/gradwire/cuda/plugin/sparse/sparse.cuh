@@ -4,6 +4,8 @@
 
 #include "gradwire/codec/sparse.h"
 #include "gradwire/cuda/plugin/batch.cuh"
+#include "gradwire/cuda/plugin/bits.cuh"
+#include "gradwire/cuda/plugin/run_feedback.cuh"
 
 namespace gradwire::cuda {
 
@@ -48,31 +50,12 @@ constexpr std::uint64_t shared_units(std::uint64_t units) {
   return units < kEnoughBlocks ? units : kEnoughBlocks;
 }
 
-// A run, and the slots of its payload.
-struct SparseRun {
-  const float* x;
-  RunFeedback run_feedback;
-  std::byte* out;
-  std::uint32_t* sizes;
-  float* taus;  // threshold: of each unit, where the call has none
-  std::uint64_t n;
-};
-
 // Returns the bytes of the table of sizes in front of a run's slots.
 constexpr std::uint64_t sparse_table_bytes(std::uint64_t n) {
   return aligned(sizeof(std::uint32_t) * units_of(n));
 }
 
-inline SparseRun sparse_run(const Run& run, std::byte* out) {
-  return {run.x,
-          run.run_feedback,
-          out + run.payload + sparse_table_bytes(run.n),
-          reinterpret_cast<std::uint32_t*>(out + run.payload),
-          nullptr,
-          run.n};
-}
-
-inline std::uint64_t units_of_run(const SparseRun& run) { return units_of(run.n); }
+inline std::uint64_t units_of_run(const Run& run) { return units_of(run.n); }
 
 // Loads one unit of v = x + residual, which may be null.
 struct BlockSource {
@@ -115,30 +98,68 @@ struct BlockSource {
 };
 
 // Returns how many of n elements a density stands for (codec::share_of).
-inline std::uint64_t share_of(double density, std::uint64_t n) {
+__host__ __device__ inline std::uint64_t share_of(double density, std::uint64_t n) {
   const auto share = static_cast<std::uint64_t>(density * static_cast<double>(n) + 0.5);
   return share < 1 ? 1 : share > n ? n : share;
 }
 
-// The share of a whole unit, and of the last unit where that is shorter.
-struct Shares {
-  unsigned whole = 0, last = 0;
-
-  Shares() = default;
-  Shares(double density, std::uint64_t n)
-      : whole(static_cast<unsigned>(share_of(density, kUnit))),
-        last(static_cast<unsigned>(share_of(density, n % kUnit))) {}
-  __device__ unsigned of(unsigned length) const { return length == kUnit ? whole : last; }
+// What one launch of an encoder works on.
+struct SparseRuns {
+  Batch<Run> runs;
+  std::byte* out;  // the message
+  std::uint64_t slot_bytes;
+  double density;
+  float tau;    // threshold: as given; 0: the call's, or the unit's
+  float* taus;  // threshold: of each unit, where the call has none
 };
 
-// ---- Payloads under construction in shared memory -----------------------------------------------
-
-// Writes `value` to bits [at, at + bits), which were 0; bits <= 32.
-__device__ inline void put(std::uint32_t* words, unsigned at, std::uint32_t value, unsigned bits) {
-  if (value == 0) return;
-  atomicOr(words + at / 32, value << at % 32);
-  if (at % 32 + bits > 32) atomicOr(words + at / 32 + 1, value >> (32 - at % 32));
+// Calls start(of) for each launch of an encoder.
+template <typename Start>
+Status in_sparse_batches(SparseRuns of, const Run* runs, int count, Start start) {
+  return in_batches(runs, count, units_of_run, [&](const Batch<Run>& batch) {
+    of.runs = batch;
+    const Status status = start(of);
+    if (of.taus != nullptr) of.taus += batch.tiles();
+    return status;
+  });
 }
+
+// A unit that is encoded.
+struct SparseUnit {
+  const SparseRuns& of;
+  const Tile<Run>& tile;
+
+  __device__ const RunFeedback& feedback() const { return tile.run.run_feedback; }
+  __device__ UnitSource source() const {
+    return UnitSource(tile.run.x, residual_of(feedback()), tile.run.n, tile.number);
+  }
+  // Returns e' of the unit; null where no errors are kept.
+  __device__ float* error() const {
+    float* const errors = next_residual(feedback());
+    return errors == nullptr ? nullptr : errors + tile.number * kUnit;
+  }
+  __device__ unsigned share(unsigned length) const {
+    return static_cast<unsigned>(share_of(of.density, length));
+  }
+  __device__ std::byte* slot() const {
+    return of.out + tile.run.payload + sparse_table_bytes(tile.run.n) + tile.number * of.slot_bytes;
+  }
+  __device__ void write_size(unsigned bytes) const {
+    reinterpret_cast<std::uint32_t*>(of.out + tile.run.payload)[tile.number] = bytes;
+  }
+};
+
+// Calls body(unit, its number through all runs, part) for each part that falls to the block, where
+// blocks share units.
+template <typename Body>
+__device__ void each_part(const SparseRuns& of, Body body) {
+  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x)
+    of.runs.at_tile(i / kParts, [&](Tile<Run> tile) {
+      body(SparseUnit{of, tile}, i / kParts, static_cast<unsigned>(i % kParts));
+    });
+}
+
+// ---- Payloads under construction in shared memory -----------------------------------------------
 
 __device__ inline void clear(std::uint32_t* words, unsigned count) {
   for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) words[i] = 0;

@@ -66,7 +66,7 @@ __device__ inline void write_gaps(std::uint32_t word, unsigned next, unsigned lo
   at += block_sums(bits).before;
   each_gap(word, next, [&](unsigned gap, unsigned) {
     at += gap >> low;
-    put(out, at, (gap & ((1U << low) - 1)) << 1 | 1, 1 + low);
+    put_bits(out, at, (gap & ((1U << low) - 1)) << 1 | 1, 1 + low);
     at += 1 + low;
   });
 }
@@ -85,12 +85,12 @@ __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigne
     const unsigned low_count =
         count < kShortCount ? count
                             : (count & (kShortCount - 1)) | kShortCount | count / kShortCount << 8;
-    if (threadIdx.x == 0) put(out, 0, head_of(format, low) | low_count << 8, 24);
+    if (threadIdx.x == 0) put_bits(out, 0, head_of(format, low) | low_count << 8, 24);
   };
   if (list <= gaps && list <= bitmap) {
     begin(codec::PositionFormat::kList, 0);
     each_gap(word, next,
-             [&](unsigned, unsigned index) { put(out, body + 16 * before++, index, 16); });
+             [&](unsigned, unsigned index) { put_bits(out, body + 16 * before++, index, 16); });
     return 1 + list;
   }
   if (gaps <= bitmap) {
@@ -98,8 +98,8 @@ __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigne
     write_gaps(word, next, code.low, body, out);
     return 1 + gaps;
   }
-  if (threadIdx.x == 0) put(out, 0, head_of(codec::PositionFormat::kBitmap), 8);
-  put(out, 8 + 32 * threadIdx.x, word, 32);
+  if (threadIdx.x == 0) put_bits(out, 0, head_of(codec::PositionFormat::kBitmap), 8);
+  put_bits(out, 8 + 32 * threadIdx.x, word, 32);
   return 1 + bitmap;
 }
 
@@ -112,7 +112,7 @@ __device__ inline Positions write_positions(std::uint32_t word, unsigned n, Posi
   const unsigned count = sums.all;
   if (count == 0 || count == n) {
     const auto format = count == 0 ? codec::PositionFormat::kNone : codec::PositionFormat::kAll;
-    if (threadIdx.x == 0) put(out, 0, head_of(format), 8);
+    if (threadIdx.x == 0) put_bits(out, 0, head_of(format), 8);
     return {count, sums.before, 1};
   }
   const unsigned end =

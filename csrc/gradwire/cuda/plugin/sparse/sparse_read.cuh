@@ -286,17 +286,10 @@ __device__ std::uint32_t decode_unit(Foreign in, Values values, unsigned n, floa
   return __syncthreads_or(finite ? 0 : 1) == 0 ? 0U : kNotFinite;
 }
 
-struct DecodeRun {
-  const std::byte* slots;
-  float* y;
-  std::uint64_t n;
-};
-
 struct Decoder {
-  Batch<DecodeRun> runs;
+  Batch<Run> runs;
   std::uint64_t slot_bytes;
-  bool add;
-  float factor;
+  Decoding how;
   std::uint32_t* flags;
 };
 
@@ -305,34 +298,26 @@ template <typename Values>
 __global__ void __launch_bounds__(kUnitThreads, 2)
     decode_units(const __grid_constant__ Decoder of) {
   __shared__ ReadRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const DecodeRun& run = of.runs.at[r];
-    const std::uint64_t unit = tile - of.runs.first[r];
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const Run& run = tile.run;
+    const std::byte* const slot = of.how.payloads.first + run.payload + sparse_table_bytes(run.n) +
+                                  tile.number * of.slot_bytes;
     const std::uint32_t found =
-        decode_unit(Foreign{run.slots + unit * of.slot_bytes, of.slot_bytes}, Values{},
-                    unit_length(run.n, unit), run.y + unit * kUnit, of.add, of.factor, room);
+        decode_unit(Foreign{slot, of.slot_bytes}, Values{}, unit_length(run.n, tile.number),
+                    run.y + tile.number * kUnit, of.how.adds, of.how.factor, room);
     if (threadIdx.x == 0 && found != 0) set_flag(of.flags, found);
     __syncthreads();  // separates the registers of two units: without it the compiler spills
-  }
+  });
 }
 
 template <typename Values>
 Status decode_runs(std::uint64_t slot_bytes, const Run* runs, int count, const Decoding& how,
                    std::uint32_t* flags, Stream stream) {
   if (how.payloads.count != 1) return cudaErrorInvalidValue;
-  Decoder of{{}, slot_bytes, how.adds, how.factor, flags};
-  return in_batches(
-      runs, count,
-      [&](const Run& run) {
-        const std::byte* slots = how.payloads.first + run.payload + sparse_table_bytes(run.n);
-        return DecodeRun{slots, run.y, run.n};
-      },
-      [](const Run& run) { return units_of(run.n); },
-      [&](const Batch<DecodeRun>& batch) {
-        of.runs = batch;
-        return launch(decode_units<Values>, batch.tiles(), kUnitThreads, stream, of);
-      });
+  return in_batches(runs, count, units_of_run, [&](const Batch<Run>& batch) {
+    const Decoder of{batch, slot_bytes, how, flags};
+    return launch(decode_units<Values>, batch.tiles(), kUnitThreads, stream, of);
+  });
 }
 
 }  // namespace gradwire::cuda

@@ -3,7 +3,6 @@
 // payloads.
 #include <cfloat>
 #include <cmath>
-#include <vector>
 
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -93,21 +92,13 @@ __device__ float tau_of_call(const RunFeedback& run_feedback) {
   return usable(tau) ? tau : 0;
 }
 
-struct ThresholdEncoder {
-  Batch<SparseRun> runs;
-  float given;  // tau; 0: the call's, or the unit's
-  Shares shares[kMostRuns];
-};
-
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    choose_unit_taus(const __grid_constant__ ThresholdEncoder of) {
+    choose_unit_taus(const __grid_constant__ SparseRuns of) {
   __shared__ SelectRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const unsigned r = of.runs.find(tile);
-    const SparseRun& run = of.runs.at[r];
-    if (tau_of_call(run.run_feedback) > 0) continue;
-    const std::uint64_t unit = tile - of.runs.first[r];
-    const BlockSource source(run.x, residual_of(run.run_feedback), run.n, unit);
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const SparseUnit unit{of, tile};
+    if (tau_of_call(unit.feedback()) > 0) return;
+    const BlockSource source = unit.source();
     float v[kUnitSteps];
     source.load(0, v);
     std::uint32_t mine = 0;
@@ -116,16 +107,20 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     const std::uint32_t largest = block_largest(mine);
     float tau = 1;
     if (largest < kInfinityBits) {
-      const Selected found =
-          select_largest(source.n, of.shares[r].of(source.n), room, [&](auto see) {
+      const Selected found = select_largest(source.n, unit.share(source.n), room, [&](auto see) {
 #pragma unroll
-            for (float each : v) see(__float_as_uint(each));
-          });
+        for (float each : v) see(__float_as_uint(each));
+      });
       const std::uint32_t above_zero = largest > 0 ? largest : 1;
       tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : above_zero);
     }
-    if (threadIdx.x == 0) run.taus[unit] = tau;
-  }
+    if (threadIdx.x == 0) of.taus[tile.first + tile.number] = tau;
+  });
+}
+
+__device__ float tau_of(const SparseUnit& unit) {
+  const float all = unit.of.tau > 0 ? unit.of.tau : tau_of_call(unit.feedback());
+  return all > 0 ? all : unit.of.taus[unit.tile.first + unit.tile.number];
 }
 
 // ---- encode ------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ __device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned
   unsigned count = 0;
   for (; hits != 0; hits &= hits - 1, ++count)
     if ((negative & hits & (~hits + 1)) != 0) signs |= 1U << count;
-  put(out, at, signs, count);
+  put_bits(out, at, signs, count);
 }
 
 // Writes a unit's payload into the room, where it may be read after a barrier, and counts its
@@ -197,66 +192,41 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
   }
   if (positions.count == 0) return positions.bytes;
   const unsigned at = 8 * positions.bytes;
-  if (threadIdx.x == 0) put(room.payload, at, __float_as_uint(tau), 32);
+  if (threadIdx.x == 0) put_bits(room.payload, at, __float_as_uint(tau), 32);
   write_signs(hits, room.negative[threadIdx.x], at + 32 + positions.before, room.payload);
   return positions.bytes + kTauBytes + (positions.count + 7) / 8;
 }
 
-// A unit of a run.
-struct Unit {
-  const SparseRun& run;
-  std::uint64_t number;
-  float tau;
-
-  __device__ Unit(const ThresholdEncoder& of, std::uint64_t tile)
-      : Unit(of, of.runs.find(tile), tile) {}
-  __device__ BlockSource source() const {
-    return BlockSource(run.x, residual_of(run.run_feedback), run.n, number);
-  }
-  __device__ float* error() const {
-    float* const errors = next_residual(run.run_feedback);
-    return errors == nullptr ? nullptr : errors + number * kUnit;
-  }
-
- private:
-  __device__ Unit(const ThresholdEncoder& of, unsigned r, std::uint64_t tile)
-      : run(of.runs.at[r]), number(tile - of.runs.first[r]) {
-    const float all = of.given > 0 ? of.given : tau_of_call(run.run_feedback);
-    tau = all > 0 ? all : run.taus[number];
-  }
-};
-
 // Writes a unit's payload and its size, by the masks in the room.
-__device__ void finish_unit(EncodeRoom& room, const Unit& unit, std::uint32_t largest) {
-  const SparseRun& run = unit.run;
+__device__ void finish_unit(EncodeRoom& room, const SparseUnit& unit, float tau,
+                            std::uint32_t largest) {
   unsigned bytes = 1;
   if (largest < kInfinityBits)
-    bytes = write_unit(room, unit_length(run.n, unit.number), unit.tau, largest,
-                       run.run_feedback.key_state);
+    bytes = write_unit(room, unit_length(unit.tile.run.n, unit.tile.number), tau, largest,
+                       unit.feedback().key_state);
   else if (threadIdx.x == 0)
     room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
   __syncthreads();
-  copy_out(room.payload, bytes, run.out + unit.number * kSlotBytes);
-  if (threadIdx.x == 0) run.sizes[unit.number] = bytes;
+  copy_out(room.payload, bytes, unit.slot());
+  if (threadIdx.x == 0) unit.write_size(bytes);
   __syncthreads();  // nobody reads the room any more
 }
 
-__global__ void __launch_bounds__(kUnitThreads, 2)
-    encode(const __grid_constant__ ThresholdEncoder of) {
+__global__ void __launch_bounds__(kUnitThreads, 2) encode(const __grid_constant__ SparseRuns of) {
   __shared__ EncodeRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const Unit unit(of, tile);
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const SparseUnit unit{of, tile};
     const BlockSource source = unit.source();
+    const float tau = tau_of(unit);
     float* const error = unit.error();
     clear(room.payload, kSlotBytes / 4 + 1);
     std::uint32_t mine = 0;
     for (unsigned first = 0; first < kUnitSteps; first += kPartSteps) {
-      const std::uint32_t its =
-          take_some({room.hits, room.negative}, source, first, unit.tau, error);
+      const std::uint32_t its = take_some({room.hits, room.negative}, source, first, tau, error);
       mine = its > mine ? its : mine;
     }
-    finish_unit(room, unit, block_largest(mine));
-  }
+    finish_unit(room, unit, tau, block_largest(mine));
+  });
 }
 
 // ---- encode, where blocks share a unit ----------------------------------------------------------
@@ -268,68 +238,51 @@ struct SharedUnit {
 };
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    take_parts(const __grid_constant__ ThresholdEncoder of, SharedUnit* units) {
-  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x) {
-    const std::uint64_t tile = i / kParts;
-    const auto part = static_cast<unsigned>(i % kParts);
-    const Unit unit(of, tile);
+    take_parts(const __grid_constant__ SparseRuns of, SharedUnit* units) {
+  each_part(of, [&](const SparseUnit& unit, std::uint64_t number, unsigned part) {
+    SharedUnit& found = units[number];
     const std::uint32_t largest =
-        block_largest(take_some({units[tile].hits, units[tile].negative}, unit.source(),
-                                part * kPartSteps, unit.tau, unit.error()));
-    if (threadIdx.x == 0) units[tile].largest[part] = largest;
-  }
+        block_largest(take_some({found.hits, found.negative}, unit.source(), part * kPartSteps,
+                                tau_of(unit), unit.error()));
+    if (threadIdx.x == 0) found.largest[part] = largest;
+  });
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    write_shared(const __grid_constant__ ThresholdEncoder of, const SharedUnit* units) {
+    write_shared(const __grid_constant__ SparseRuns of, const SharedUnit* units) {
   __shared__ EncodeRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const SharedUnit& found = units[tile];
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const SharedUnit& found = units[tile.first + tile.number];
     const std::uint32_t hits = found.hits[threadIdx.x];
     room.hits[threadIdx.x] = hits;
     room.negative[threadIdx.x] = hits == 0 ? 0 : found.negative[threadIdx.x];
     clear(room.payload, kSlotBytes / 4 + 1);
     const std::uint32_t largest =
         block_largest(threadIdx.x < kParts ? found.largest[threadIdx.x] : 0);
-    finish_unit(room, Unit(of, tile), largest);
-  }
-}
-
-Status encode_all(float tau, double density, std::vector<SparseRun>& runs, void* scratch,
-                  Stream stream) {
-  auto* taus = static_cast<float*>(scratch);
-  std::uint64_t units = 0;
-  for (SparseRun& each : runs) {
-    each.taus = taus + units;
-    units += units_of(each.n);
-  }
-  auto* const shared = reinterpret_cast<SharedUnit*>(static_cast<std::byte*>(scratch) +
-                                                     aligned(units * sizeof(float)));
-  return in_batches(
-      runs.data(), static_cast<int>(runs.size()), [](const SparseRun& run) { return run; },
-      units_of_run,
-      [&](const Batch<SparseRun>& batch) {
-        ThresholdEncoder of{batch, tau, {}};
-        for (unsigned i = 0; i < batch.count; ++i) of.shares[i] = Shares(density, batch.at[i].n);
-        if (tau == 0) {
-          const Status status = launch(choose_unit_taus, batch.tiles(), kUnitThreads, stream, of);
-          if (status != 0) return status;
-        }
-        if (!are_shared(batch.tiles()))
-          return launch(encode, batch.tiles(), kUnitThreads, stream, of);
-        const Status status =
-            launch(take_parts, batch.tiles() * kParts, kUnitThreads, stream, of, shared);
-        if (status != 0) return status;
-        return launch(write_shared, batch.tiles(), kUnitThreads, stream, of, shared);
-      });
+    const SparseUnit unit{of, tile};
+    finish_unit(room, unit, tau_of(unit), largest);
+  });
 }
 
 Status threshold_encode_runs(float tau, double density, const Run* runs, int count,
                              const Encoding& how, void* scratch, Stream stream) {
   if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
-  std::vector<SparseRun> made;
-  for (int i = 0; i < count; ++i) made.push_back(sparse_run(runs[i], how.out));
-  return encode_all(tau, density, made, scratch, stream);
+  auto* const taus = static_cast<float*>(scratch);
+  std::uint64_t units = 0;
+  for (int i = 0; i < count; ++i) units += units_of(runs[i].n);
+  auto* const shared = reinterpret_cast<SharedUnit*>(static_cast<std::byte*>(scratch) +
+                                                     aligned(units * sizeof(float)));
+  return in_sparse_batches(
+      {{}, how.out, kSlotBytes, density, tau, taus}, runs, count, [&](const SparseRuns& of) {
+        const std::uint64_t tiles = of.runs.tiles();
+        Status status = 0;
+        if (tau == 0) status = launch(choose_unit_taus, tiles, kUnitThreads, stream, of);
+        if (status != 0) return status;
+        if (!are_shared(tiles)) return launch(encode, tiles, kUnitThreads, stream, of);
+        status = launch(take_parts, tiles * kParts, kUnitThreads, stream, of, shared);
+        if (status != 0) return status;
+        return launch(write_shared, tiles, kUnitThreads, stream, of, shared);
+      });
 }
 
 // ---- adapt -------------------------------------------------------------------------------------

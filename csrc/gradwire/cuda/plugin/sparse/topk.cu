@@ -1,8 +1,6 @@
 // topk (codec/topk.cc), encoded in one pass over x and e. A block keeps its unit of v in registers
 // while it finds the largest elements. Where there are too few units for all multiprocessors,
 // several blocks share a unit in that pass, and another kernel finds its largest elements.
-#include <vector>
-
 #include "gradwire/cuda/plugin/block.cuh"
 #include "gradwire/cuda/plugin/cast/cast.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
@@ -104,7 +102,8 @@ __device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], uns
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s)
     if (has_bit(room.hits[mask_word(s)]))
-      put(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]), 8 * As::kBytes);
+      put_bits(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]),
+               8 * As::kBytes);
 }
 
 // Returns byte b of a value. For the lowest byte of an fp16, ptxas 13.0 would convert its number to
@@ -166,35 +165,11 @@ __device__ unsigned write_not_finite(std::byte* out) {
   return 1;
 }
 
-struct TopKEncoder {
-  Batch<SparseRun> runs;
-  std::uint64_t slot_bytes;
-  Shares shares[kMostRuns];
-};
-
-// A unit of a run.
-struct Unit {
-  unsigned r;  // the run's number
-  const SparseRun& run;
-  std::uint64_t number;
-
-  __device__ Unit(const TopKEncoder& of, std::uint64_t tile)
-      : r(of.runs.find(tile)), run(of.runs.at[r]), number(tile - of.runs.first[r]) {}
-  __device__ BlockSource source() const {
-    return BlockSource(run.x, residual_of(run.run_feedback), run.n, number);
-  }
-  // Null where no errors are kept.
-  __device__ float* error() const {
-    float* const errors = next_residual(run.run_feedback);
-    return errors == nullptr ? nullptr : errors + number * kUnit;
-  }
-};
-
 template <typename As>
-__global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ TopKEncoder of) {
+__global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ SparseRuns of) {
   __shared__ EncodeRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const Unit unit(of, tile);
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const SparseUnit unit{of, tile};
     const BlockSource source = unit.source();
     float* const error = unit.error();
     float v[kUnitSteps];
@@ -202,12 +177,12 @@ __global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant_
     bool finite = true;
 #pragma unroll
     for (float each : v) finite = finite && is_finite(each);
-    std::byte* const slot = unit.run.out + unit.number * of.slot_bytes;
+    std::byte* const slot = unit.slot();
     unsigned bytes = 0;
     room.hits[threadIdx.x] = 0;
     if (__syncthreads_or(finite ? 0 : 1) == 0) {
       const Selected found =
-          select_largest(source.n, of.shares[unit.r].of(source.n), room.select, [&](auto see) {
+          select_largest(source.n, unit.share(source.n), room.select, [&](auto see) {
 #pragma unroll
             for (float each : v) see(__float_as_uint(each));
           });
@@ -216,9 +191,9 @@ __global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant_
       bytes = write_not_finite(slot);
     }
     if (error != nullptr) write_errors<As>(room, v, source.steps, error);
-    if (threadIdx.x == 0) unit.run.sizes[unit.number] = bytes;
+    if (threadIdx.x == 0) unit.write_size(bytes);
     __syncthreads();  // nobody reads the room any more
-  }
+  });
 }
 
 // ---- encode, where blocks share a unit ----------------------------------------------------------
@@ -232,12 +207,9 @@ static_assert(2 * kUnitThreads == 1U << kFirstDigitBits && kUnit < 1U << 16);
 
 // Counts digits and, where errors are kept, writes v to e'.
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    count_parts(const __grid_constant__ TopKEncoder of, UnitCounts* units) {
+    count_parts(const __grid_constant__ SparseRuns of, UnitCounts* units) {
   __shared__ std::uint32_t counts[1U << kFirstDigitBits];
-  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x) {
-    const std::uint64_t tile = i / kParts;
-    const auto part = static_cast<unsigned>(i % kParts);
-    const Unit unit(of, tile);
+  each_part(of, [&](const SparseUnit& unit, std::uint64_t number, unsigned part) {
     const BlockSource source = unit.source();
     float* const error = unit.error();
     clear(counts, 1U << kFirstDigitBits);
@@ -252,10 +224,10 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
         error[element_of(step)] = is_finite(v[s]) ? v[s] : 0;
     }
     __syncthreads();
-    units[tile].of_part[part][threadIdx.x] = counts[2 * threadIdx.x] | counts[2 * threadIdx.x + 1]
-                                                                           << 16;
+    units[number].of_part[part][threadIdx.x] = counts[2 * threadIdx.x] | counts[2 * threadIdx.x + 1]
+                                                                             << 16;
     __syncthreads();  // nobody reads the counts any more
-  }
+  });
 }
 
 // Adds up the counts of a unit's parts. Returns whether all of its elements are finite. The room
@@ -282,21 +254,21 @@ __device__ void write_sent_errors(const EncodeRoom& room, const float (&v)[kUnit
 
 template <typename As>
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    write_shared(const __grid_constant__ TopKEncoder of, const UnitCounts* units) {
+    write_shared(const __grid_constant__ SparseRuns of, const UnitCounts* units) {
   __shared__ EncodeRoom room;
-  for (std::uint64_t tile = blockIdx.x; tile < of.runs.tiles(); tile += gridDim.x) {
-    const Unit unit(of, tile);
+  of.runs.each_tile([&](Tile<Run> tile) {
+    const SparseUnit unit{of, tile};
     float* const error = unit.error();
     BlockSource source = unit.source();
     if (error != nullptr) source.x = error;
     source.residual = nullptr;
     float v[kUnitSteps];
     source.load(0, v);
-    std::byte* const slot = unit.run.out + unit.number * of.slot_bytes;
+    std::byte* const slot = unit.slot();
     unsigned bytes = 0;
-    if (join_counts(room.select, units[tile])) {
+    if (join_counts(room.select, units[tile.first + tile.number])) {
       const Selected found =
-          select_counted(source.n, of.shares[unit.r].of(source.n), room.select, [&](auto see) {
+          select_counted(source.n, unit.share(source.n), room.select, [&](auto see) {
 #pragma unroll
             for (float each : v) see(__float_as_uint(each));
           });
@@ -305,39 +277,30 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
     } else {
       bytes = write_not_finite(slot);
     }
-    if (threadIdx.x == 0) unit.run.sizes[unit.number] = bytes;
+    if (threadIdx.x == 0) unit.write_size(bytes);
     __syncthreads();  // nobody reads the room any more
-  }
-}
-
-Status encode_all(double density, Values values, std::uint64_t slot_bytes, const SparseRun* runs,
-                  int count, void* scratch, Stream stream) {
-  auto* const counts = static_cast<UnitCounts*>(scratch);
-  return in_batches(
-      runs, count, [](const SparseRun& run) { return run; }, units_of_run,
-      [&](const Batch<SparseRun>& batch) {
-        TopKEncoder of{batch, slot_bytes, {}};
-        for (unsigned i = 0; i < batch.count; ++i) of.shares[i] = Shares(density, batch.at[i].n);
-        const bool shared = are_shared(batch.tiles());
-        if (shared)
-          if (const Status status =
-                  launch(count_parts, batch.tiles() * kParts, kUnitThreads, stream, of, counts);
-              status != 0)
-            return status;
-        return with_values(values, [&](auto as) {
-          using As = decltype(as);
-          return shared ? launch(write_shared<As>, batch.tiles(), kUnitThreads, stream, of, counts)
-                        : launch(encode<As>, batch.tiles(), kUnitThreads, stream, of);
-        });
-      });
+  });
 }
 
 Status topk_encode_runs(double density, Values values, std::uint64_t slot_bytes, const Run* runs,
                         int count, const Encoding& how, void* scratch, Stream stream) {
   if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
-  std::vector<SparseRun> made;
-  for (int i = 0; i < count; ++i) made.push_back(sparse_run(runs[i], how.out));
-  return encode_all(density, values, slot_bytes, made.data(), count, scratch, stream);
+  auto* const counts = static_cast<UnitCounts*>(scratch);
+  return in_sparse_batches(
+      {{}, how.out, slot_bytes, density, 0, nullptr}, runs, count, [&](const SparseRuns& of) {
+        const std::uint64_t tiles = of.runs.tiles();
+        const bool shared = are_shared(tiles);
+        if (shared)
+          if (const Status status =
+                  launch(count_parts, tiles * kParts, kUnitThreads, stream, of, counts);
+              status != 0)
+            return status;
+        return with_values(values, [&](auto as) {
+          using As = decltype(as);
+          return shared ? launch(write_shared<As>, tiles, kUnitThreads, stream, of, counts)
+                        : launch(encode<As>, tiles, kUnitThreads, stream, of);
+        });
+      });
 }
 
 std::size_t topk_scratch_bytes(std::uint64_t units) {
