@@ -31,7 +31,7 @@ struct Arrays {
       : rooms{Room(api), Room(api), Room(api), Room(api), Room(api), Room(api), Room(api)} {}
   float* x = nullptr;
   float* y = nullptr;
-  RunFeedback run_feedback{};
+  SpanFeedback span_feedback{};
   std::byte* scratch = nullptr;
   std::array<std::byte*, kPayloads> payloads{};
   std::array<Room, 7> rooms;
@@ -49,13 +49,13 @@ class Job {
 
   const Api& api() const { return on_.api; }
   std::uint64_t n() const { return n_; }
-  const Codec& codec() const { return *codec_; }
-  Run run_of(const Arrays& of) const {
-    Run run;
+  const GpuCodec& codec() const { return *codec_; }
+  GpuSpan span_of(const Arrays& of) const {
+    GpuSpan run;
     run.x = of.x;
     run.y = of.y;
     run.n = n_;
-    run.run_feedback = of.run_feedback;
+    run.span_feedback = of.span_feedback;
     return run;
   }
   void run(int set, Stream stream) {
@@ -68,7 +68,7 @@ class Job {
 
   const Device on_;
   const std::uint64_t n_;
-  std::unique_ptr<const Codec> codec_;
+  std::unique_ptr<const GpuCodec> codec_;
   Work work_;
   std::vector<std::unique_ptr<Arrays>> sets_;
 };
@@ -76,7 +76,7 @@ class Job {
 // ---- What there is -----------------------------------------------------------------------------
 
 void encode(const Job& job, Arrays& of, Stream stream) {
-  job.codec().encode(job.run_of(of), of.payloads[0], of.scratch, stream);
+  job.codec().encode(job.span_of(of), of.payloads[0], of.scratch, stream);
 }
 
 void decode_add(const Job& job, Arrays& of, Stream stream) {
@@ -89,7 +89,7 @@ void decode(const Job& job, Arrays& of, Stream stream) {
 
 // A round of a ring: what has arrived is added, and the sum encoded for the next rank.
 void round(const Job& job, Arrays& of, Stream stream) {
-  Run run = job.run_of(of);
+  GpuSpan run = job.span_of(of);
   run.x = of.y;
   Encoding how;
   how.received = {of.payloads[0], 0, 1};
@@ -98,14 +98,14 @@ void round(const Job& job, Arrays& of, Stream stream) {
 }
 
 void sum(const Job& job, Arrays& of, Stream stream) {
-  const Run run = job.run_of(of);
+  const GpuSpan run = job.span_of(of);
   const std::int64_t stride = of.payloads[1] - of.payloads[0];
   job.codec().decode({&run, 1}, {.payloads = {of.payloads[0], stride, kPayloads}}, nullptr, stream);
 }
 
 // The owner's stage of `direct`: all other ranks' payloads are added, in turn, and the sum encoded.
 void own(const Job& job, Arrays& of, Stream stream) {
-  Run run = job.run_of(of);
+  GpuSpan run = job.span_of(of);
   run.x = of.y;
   const std::int64_t stride = of.payloads[1] - of.payloads[0];
   Encoding how;
@@ -118,10 +118,10 @@ void own(const Job& job, Arrays& of, Stream stream) {
 
 void fold(const Job& job, Arrays& of, Stream stream) {
   auto* const y = reinterpret_cast<std::byte*>(of.y);
-  const FoldRun run{y, y, job.n(), 0};
+  const FoldSpan run{y, y, job.n(), 0};
   check(job.api(),
-        job.api().fold_runs(static_cast<int>(DType::kFloat32), static_cast<int>(ReduceOp::kSum),
-                            &run, 1, {reinterpret_cast<const std::byte*>(of.x), 0, 1}, 1, stream),
+        job.api().fold_spans(static_cast<int>(DType::kFloat32), static_cast<int>(ReduceOp::kSum),
+                             &run, 1, {reinterpret_cast<const std::byte*>(of.x), 0, 1}, 1, stream),
         "fold");
 }
 
@@ -130,18 +130,18 @@ void factor(const Job& job, Arrays& of, Stream stream) {
   const Api& api = job.api();
   std::uint64_t rows = 1;
   while (rows * rows * 4 <= job.n()) rows *= 2;
-  const Matrix shape{rows, job.n() / rows, kRank};
+  const codec::Factors shape{rows, job.n() / rows, kRank};
   auto* const p = reinterpret_cast<float*>(of.scratch);
   float *const q = p + rows * kRank, *const own_q = q + shape.columns * kRank;
-  const FactoredMatrix matrix{.of = shape,
-                              .x = of.x,
-                              .y = of.y,
-                              .run_feedback = of.run_feedback,
-                              .p = p,
-                              .room = reinterpret_cast<double*>(of.payloads[0]),
-                              .q = q,
-                              .own_q = own_q,
-                              .scales = own_q + shape.columns * kRank};
+  const GpuMatrix matrix{.of = shape,
+                         .x = of.x,
+                         .y = of.y,
+                         .span_feedback = of.span_feedback,
+                         .p = p,
+                         .room = reinterpret_cast<double*>(of.payloads[0]),
+                         .q = q,
+                         .own_q = own_q,
+                         .scales = own_q + shape.columns * kRank};
   check(api, api.start_factor(&matrix, 1, stream), "start_factor");
   check(api, api.left_factor(&matrix, 1, stream), "left_factor");
   check(api, api.orthonormalise(&matrix, 1, stream), "orthonormalise");
@@ -195,10 +195,10 @@ Job::Job(const Api& api, std::string_view name, std::uint64_t n, int sets) : on_
   work_ = kind.work;
   const bool needs_onebit = std::string_view(kind.codec).starts_with("onebit");
   const bool needs_topk = std::string_view(kind.codec).starts_with("topk");
-  if ((needs_onebit && api.onebit_encode_runs == nullptr) ||
-      (needs_topk && api.topk_encode_runs == nullptr))
+  if ((needs_onebit && api.onebit_encode_spans == nullptr) ||
+      (needs_topk && api.topk_encode_spans == nullptr))
     throw InvalidArgument("the library has no " + std::string(kind.codec));
-  if (*kind.codec != '\0') codec_ = Codec::make(api, *codec::make_codec(kind.codec));
+  if (*kind.codec != '\0') codec_ = GpuCodec::make(api, *codec::make_codec(kind.codec));
   for (int i = 0; i < sets; ++i) {
     sets_.push_back(std::make_unique<Arrays>(api));
     make(*sets_.back(), kind.feedback, kind.payloads);
@@ -228,10 +228,11 @@ void Job::make(Arrays& of, bool feedback, int payloads) const {
   of.x = floats(of.rooms[0], 1);
   of.y = floats(of.rooms[1], 1);
   if (feedback) {
-    of.run_feedback.residual[0] = floats(of.rooms[2], kSmall);
-    of.run_feedback.residual[1] = floats(of.rooms[3], kSmall);
-    of.run_feedback.key_state = reinterpret_cast<KeyState*>(of.rooms[4].take(sizeof(KeyState)));
-    on_.run(on_.api.fill(of.run_feedback.key_state, 0, sizeof(KeyState), on_.stream), "fill");
+    of.span_feedback.residual[0] = floats(of.rooms[2], kSmall);
+    of.span_feedback.residual[1] = floats(of.rooms[3], kSmall);
+    of.span_feedback.key_state =
+        reinterpret_cast<GpuKeyState*>(of.rooms[4].take(sizeof(GpuKeyState)));
+    on_.run(on_.api.fill(of.span_feedback.key_state, 0, sizeof(GpuKeyState), on_.stream), "fill");
   }
   // lowrank works in a few vectors of the matrix's sides.
   const std::uint64_t side = 64 + static_cast<std::uint64_t>(std::sqrt(n_)) * 4;
@@ -243,8 +244,8 @@ void Job::make(Arrays& of, bool feedback, int payloads) const {
     of.payloads[static_cast<std::size_t>(i)] =
         of.rooms[6].data() + static_cast<std::size_t>(i) * aligned(bytes);
     if (!codec_) continue;
-    Run run = run_of(of);
-    run.run_feedback = {};
+    GpuSpan run = span_of(of);
+    run.span_feedback = {};
     codec_->encode(run, of.payloads[static_cast<std::size_t>(i)], of.scratch, on_.stream);
   }
   on_.run(on_.api.synchronize(on_.stream), "synchronize");

@@ -34,7 +34,7 @@ using Plain = std::conditional_t<std::is_same_v<Arg, Address>, std::uintptr_t, A
 // A method of what a handle has, on the handle.
 template <auto kMethod, typename... Args>
 constexpr auto on_feedback = [](CudaFeedback& self, Plain<Args>... args) {
-  return self.with([&](cuda::Feedback& own) { return (own.*kMethod)(Args{args}...); });
+  return self.with([&](cuda::GpuFeedback& own) { return (own.*kMethod)(Args{args}...); });
 };
 template <auto kMethod, typename... Args>
 constexpr auto on_monitor =
@@ -44,10 +44,10 @@ constexpr auto on_monitor =
 using KeyedAddresses = std::vector<std::tuple<std::string, std::uintptr_t, std::uint64_t>>;
 
 void mask(CudaFeedback& self, const KeyedAddresses& arrays, std::uintptr_t stream) {
-  std::vector<cuda::Feedback::Masked> given;
+  std::vector<cuda::GpuFeedback::Masked> given;
   for (const auto& [key, address, count] : arrays)
     given.push_back({key, reinterpret_cast<float*>(address), count});
-  self.with([&](cuda::Feedback& own) { own.mask(given, stream_of(stream)); });
+  self.with([&](cuda::GpuFeedback& own) { own.mask(given, stream_of(stream)); });
 }
 
 shared_ptr<CudaMessages> loopback(const shared_ptr<cuda::Loopback>& shared, Rank rank, int device,
@@ -61,7 +61,7 @@ shared_ptr<CudaMessages> by_host(const shared_ptr<CommunicatorHandle>& carrier, 
                                  double timeout) {
   const OnGpu gpu(device);
   auto messages = std::make_unique<cuda::HostMessages>(gpu.api, carrier->get(), timeout,
-                                                       cuda::HostTurns::here(gpu.api));
+                                                       cuda::HostFunctionQueue::here(gpu.api));
   return std::make_shared<CudaMessages>(CudaMessages{std::move(messages), {carrier}});
 }
 
@@ -157,17 +157,17 @@ void bind_gpu(py::module_& m) {
       .def_property_readonly("address", &CudaMemory::address);
   py::class_<CudaFeedback>(m, "CudaFeedback")
       .def(py::init<shared_ptr<codec::ErrorFeedback>, int>(), WithoutLock())
-      .def("begin_step", on_feedback<&cuda::Feedback::begin_step>, WithoutLock())
-      .def("end_step", on_feedback<&cuda::Feedback::end_step, bool, Address>, WithoutLock())
+      .def("begin_step", on_feedback<&cuda::GpuFeedback::begin_step>, WithoutLock())
+      .def("end_step", on_feedback<&cuda::GpuFeedback::end_step, bool, Address>, WithoutLock())
       .def("require_finite",
-           on_feedback<&cuda::Feedback::require_finite, Address, std::uint64_t, Address>,
+           on_feedback<&cuda::GpuFeedback::require_finite, Address, std::uint64_t, Address>,
            WithoutLock())
-      .def("copy_flags", on_feedback<&cuda::Feedback::copy_flags, Address, Address>, WithoutLock())
+      .def("copy_flags", on_feedback<&cuda::GpuFeedback::copy_flags, Address, Address>, WithoutLock())
       .def("mask", &mask, WithoutLock())
-      .def("scale", on_feedback<&cuda::Feedback::scale, double, Address, Address>, WithoutLock())
-      .def("set_loss_scale", on_feedback<&cuda::Feedback::set_loss_scale, float>, WithoutLock())
-      .def("bring_home", on_feedback<&cuda::Feedback::bring_home>, WithoutLock())
-      .def("send_back", on_feedback<&cuda::Feedback::send_back>, WithoutLock())
+      .def("scale", on_feedback<&cuda::GpuFeedback::scale, double, Address, Address>, WithoutLock())
+      .def("set_loss_scale", on_feedback<&cuda::GpuFeedback::set_loss_scale, float>, WithoutLock())
+      .def("bring_home", on_feedback<&cuda::GpuFeedback::bring_home>, WithoutLock())
+      .def("send_back", on_feedback<&cuda::GpuFeedback::send_back>, WithoutLock())
       .def_property_readonly("device", &CudaFeedback::device);
   py::class_<Gpu>(m, "Gpu")
       .def(py::init<shared_ptr<CommunicatorHandle>, shared_ptr<CommunicatorHandle>, int,

@@ -156,7 +156,7 @@ CudaMemory::~CudaMemory() {
 CudaFeedback::CudaFeedback(std::shared_ptr<codec::ErrorFeedback> host, int device)
     : device_(device) {
   const OnGpu gpu(device_);
-  own_ = std::make_unique<cuda::Feedback>(gpu.api, std::move(host));
+  own_ = std::make_unique<cuda::GpuFeedback>(gpu.api, std::move(host));
 }
 
 CudaFeedback::~CudaFeedback() { end_on(device_, own_); }

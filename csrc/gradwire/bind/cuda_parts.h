@@ -114,7 +114,7 @@ class CudaFeedback {
  private:
   int device_;
   std::mutex mutex_;
-  std::unique_ptr<cuda::Feedback> own_;
+  std::unique_ptr<cuda::GpuFeedback> own_;
 };
 
 }  // namespace gradwire::bind

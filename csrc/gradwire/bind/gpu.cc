@@ -7,9 +7,9 @@ namespace gradwire::bind {
 
 // Ends when its last user releases it.
 struct Gpu::Parts {
-  Parts(cuda::Communicator::Setting setting, std::unique_ptr<cuda::Messages> messages,
+  Parts(cuda::GpuIdentity setting, std::unique_ptr<cuda::Messages> messages,
         CommunicatorHandle& shadow, CommunicatorHandle& users)
-      : gpu(std::make_unique<cuda::Communicator>(cuda_api(), std::move(setting),
+      : gpu(std::make_unique<cuda::GpuCommunicator>(cuda_api(), std::move(setting),
                                                  std::move(messages))),
         monitor(std::make_unique<cuda::GpuFaultMonitor>(*gpu, shadow.get(), users.get())) {}
   ~Parts() {
@@ -23,7 +23,7 @@ struct Gpu::Parts {
   Parts(const Parts&) = delete;
   Parts& operator=(const Parts&) = delete;
 
-  std::unique_ptr<cuda::Communicator> gpu;
+  std::unique_ptr<cuda::GpuCommunicator> gpu;
   std::unique_ptr<cuda::GpuFaultMonitor> monitor;
 };
 
@@ -34,7 +34,7 @@ Gpu::Gpu(std::shared_ptr<CommunicatorHandle> users, std::shared_ptr<Communicator
   kept_.kept = messages.kept;
   const exec::Identity& identity = users_->get().identity();
   parts_ = std::make_shared<Parts>(
-      cuda::Communicator::Setting{identity.rank, identity.size, identity.hosts, device_},
+      cuda::GpuIdentity{identity.rank, identity.size, identity.hosts, device_},
       std::move(messages.messages), *shadow_, *users_);
   messages_ = parts_->gpu->messages();
 }
@@ -58,10 +58,10 @@ void Gpu::set_model(const schedule::CostModel& model) { parts()->gpu->set_model(
 void Gpu::run(const OwnedRequest& request, CudaFeedback* feedback, std::uintptr_t stream,
               double timeout) {
   const auto held = parts();
-  const auto call = [&](cuda::Feedback* its) {
+  const auto call = [&](cuda::GpuFeedback* its) {
     held->monitor->run(request.view(timeout), its, stream_of(stream));
   };
-  feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::Feedback& its) { call(&its); });
+  feedback == nullptr ? call(nullptr) : feedback->with([&](cuda::GpuFeedback& its) { call(&its); });
 }
 
 std::shared_ptr<cuda::GpuFaultMonitor> Gpu::monitor() const {

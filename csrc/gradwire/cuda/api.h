@@ -9,11 +9,24 @@
 // kPayloadAlignment.
 //
 // The codecs' bytes and results equal the CPU's, bit for bit; csrc/gradwire/codec/ defines them.
-// Only the places of the units differ for a codec whose size varies: see Slots.
+// Only the places of the units differ for a codec whose size varies (GpuPayloads).
+//
+// Words, of which only the first and the last occur outside of cuda/plugin/:
+//   span    consecutive elements of one array; a launch works on many of them
+//   tile    the elements of a span that a thread block, or a warp, takes at once
+//   share   the elements of a tile that one thread moves
+//   unit    the elements that a sparse codec encodes by themselves; a block is int8's or onebit's
+//   stripe  the elements of such a block that one warp holds
+//   lane    a thread of a warp, by its number there
+//   team    the threads that work on one block of a codec: a warp, or a thread block
+//   run     equal bits that follow each other in a mask of onebit
+//   slot    the room of one unit's or block's payload, where sizes vary
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "gradwire/codec/factors.h"
 
 struct CUstream_st;
 struct CUevent_st;
@@ -42,7 +55,7 @@ enum Flag : std::uint32_t {
 };
 
 // The state that codecs adapt to one key (codec/codec.h).
-struct CodecState {
+struct GpuCodecState {
   float tau;
   std::uint64_t sent;
   std::uint32_t largest;  // bits of a non-negative float, which compare as the float does
@@ -50,38 +63,38 @@ struct CodecState {
 
 // One key's state, in device memory; all zero at first. Of each pair, element `which` is as the
 // last kept call left it, and the other one belongs to the call under way.
-struct KeyState {
+struct GpuKeyState {
   std::uint32_t which;         // 0 or 1
   std::uint32_t which_memory;  // likewise
   std::uint64_t calls;         // kept so far
-  CodecState codec_state[2];
+  GpuCodecState codec_state[2];
 };
 
-// A run's error feedback: e is residual[key_state->which], e' is the other one. Where both are
+// A span's error feedback: e is residual[key_state->which], e' is the other one. Where both are
 // null, no error is kept; key_state still holds what a codec adapts.
-struct RunFeedback {
+struct SpanFeedback {
   float* residual[2];
-  KeyState* key_state;
+  GpuKeyState* key_state;
 };
 
-// A run of elements in one of a call's arrays. One kernel works on many runs, which a call passes
+// A span of elements in one of a call's arrays. One kernel works on many spans, which a call passes
 // as an array in host memory that may be freed when the call returns.
-struct Run {
+struct GpuSpan {
   const float* x = nullptr;
   float* y = nullptr;  // may be x
   std::uint64_t n = 0;
-  RunFeedback run_feedback{};
+  SpanFeedback span_feedback{};
   std::uint64_t call = 0;      // for Int8Rounding
-  std::uint64_t element = 0;   // likewise: index of the first element in its extent
+  std::uint64_t element = 0;   // likewise: index of the first element in its array
   std::uint64_t payload = 0;   // bytes: where its payload begins in a message
   std::uint64_t received = 0;  // the same of the messages that an encoder adds
 };
 
-// Messages of one layout: a run's payload in message j is at first + j · stride + run.payload, or
-// run.received. Where the codec's size varies, a payload is a table of its units' sizes, padded to
+// Messages of one layout: a span's payload in message j is at first + j · stride + span.payload, or
+// span.received. Where the codec's size varies, a payload is a table of its units' sizes, padded to
 // kPayloadAlignment, and then their slots (Slotted in messages/messages.h). Messages that an
-// encoder adds may lie in two stretches: from message `turn` on, they are `jump` bytes further.
-struct Payloads {
+// encoder adds may lie in two places: from message `turn` on, they are `jump` bytes further.
+struct GpuPayloads {
   const std::byte* first = nullptr;
   std::int64_t stride = 0;
   int count = 0;
@@ -95,7 +108,7 @@ struct Payloads {
 // What an encoder does beside encoding. It adds `received` to x, one payload after the other,
 // before it encodes. Where it finishes, y := what all ranks decode, times factor.
 struct Encoding {
-  Payloads received{};
+  GpuPayloads received{};
   std::byte* out = nullptr;  // the message
   bool finishes = false;
   float factor = 1;
@@ -104,22 +117,22 @@ struct Encoding {
 // What a decoder does: y := y + each payload in turn, or y := the sum of all payloads, times
 // factor.
 struct Decoding {
-  Payloads payloads{};
+  GpuPayloads payloads{};
   bool adds = false;
   float factor = 1;  // 1 where it adds
 };
 
-// A run of elements that are folded: y := x (op) addends. Addend j is at addends.first + j ·
+// A span of elements that are folded: y := x (op) addends. Addend j is at addends.first + j ·
 // addends.stride + `addend` bytes. Without addends it is a copy.
-struct FoldRun {
+struct FoldSpan {
   const std::byte* x = nullptr;
   std::byte* y = nullptr;  // may be x
   std::uint64_t n = 0;
   std::uint64_t addend = 0;
 };
 
-// A run of 16-bit floats that fold_wide_runs() folds.
-struct WideRun {
+// A span of 16-bit floats that fold_wide_spans() folds.
+struct WideSpan {
   const std::byte* own = nullptr;  // may be null
   float* sum = nullptr;
   std::byte* y = nullptr;  // may be null
@@ -127,21 +140,21 @@ struct WideRun {
   std::uint64_t addend = 0;
 };
 
-// How int8 rounds, and what a run's random numbers depend on (codec/int8.cc). The number of the
+// How int8 rounds, and what a span's random numbers depend on (codec/int8.cc). The number of the
 // call is `call`; with feedback, `call` ^ key_state->calls.
 struct Int8Rounding {
   bool stochastic;
   std::uint64_t seed;
   std::uint64_t call;
-  std::uint64_t element;  // index of the run's first element in its extent
+  std::uint64_t element;  // index of the span's first element in its array
 };
 
-enum class Cast : std::int32_t { kFp16, kBf16 };
+enum class CastType : std::int32_t { kFp16, kBf16 };
 enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // how topk sends values
 
-// The most runs of one launch, whose table is among the kernel's arguments (4 KB at most): a call
-// with more runs launches several kernels.
-inline constexpr int kMostRuns = 40;
+// The most spans of one launch, whose table is among the kernel's arguments (4 KB at most): a call
+// with more spans launches several kernels.
+inline constexpr int kMostSpans = 40;
 
 enum class CopyKind : std::int32_t { kToDevice, kToHost, kOnDevice };
 
@@ -153,25 +166,20 @@ struct DeviceInfo {
   std::uint8_t uuid[16];
 };
 
-// A matrix and its factors (codec/factors.h).
-struct Matrix {
-  std::uint64_t rows, columns, rank;
-};
-
 // What a codec remembers of a key: factor[key_state->which_memory]; the other one belongs to the
 // call under way. All zeros: nothing is remembered yet. Both null: the codec remembers nothing.
 struct Memory {
   float* factor[2];
-  const KeyState* key_state;
+  const GpuKeyState* key_state;
 };
 
 // A matrix that a call factors, all of a call with the same rank. Its q and own_q are tiny, until
 // take_headroom() takes the headroom of both out.
-struct FactoredMatrix {
-  Matrix of{};
+struct GpuMatrix {
+  codec::Factors of{};
   const float* x = nullptr;
   float* y = nullptr;  // may be x; with feedback x + e at first
-  RunFeedback run_feedback{};
+  SpanFeedback span_feedback{};
   Memory memory{};
   float* p = nullptr;       // left factor
   double* room = nullptr;   // rows · rank
@@ -219,99 +227,101 @@ struct Api {
   Status (*call_host)(Stream stream, void (*function)(void*), void* argument);
 
   // ---- Elements (plugin/fold.cu, elements.cu); dtypes, ops: the numbers of DType, ReduceOp ----
-  // y := x (op) addends of each run, in this order, averaged over `divisor` ranks unless that is 1.
-  // One kernel for kMostRuns of them.
-  Status (*fold_runs)(int dtype, int op, const FoldRun* runs, int count, Payloads addends,
-                      int divisor, Stream);
+  // y := x (op) addends of each span, in this order, averaged over `divisor` ranks unless that
+  // is 1. One kernel for kMostSpans of them.
+  Status (*fold_spans)(int dtype, int op, const FoldSpan* spans, int count, GpuPayloads addends,
+                       int divisor, Stream);
   // Folds 16-bit floats in float32 (codec/reduction/fold.h), one addend after the other: sum := own
   // (op) x where own is not null, else sum (op) x. Where y is not null, it gets that value,
   // averaged and rounded, in place of sum.
-  Status (*fold_wide_runs)(int dtype, int op, const WideRun* runs, int count,
-                           const std::byte* addends, int divisor, Stream);
+  Status (*fold_wide_spans)(int dtype, int op, const WideSpan* spans, int count,
+                            const std::byte* addends, int divisor, Stream);
   Status (*scale)(int dtype, void* x, double factor, std::uint64_t n, Stream);  // of floats
   // y := x + e, e' := 0.
-  Status (*deliver_runs)(const Run* runs, int count, Stream);
+  Status (*deliver_spans)(const GpuSpan* spans, int count, Stream);
   // Sets kNotFinite where y is not finite; where unit > 1, the whole unit becomes NaN then
   // (codec/codec.h, mark_not_finite()).
-  Status (*mark_runs)(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags, Stream);
+  Status (*mark_spans)(const GpuSpan* spans, int count, std::uint64_t unit, std::uint32_t* flags,
+                       Stream);
   // flags := flags | *more. Either may be in pinned memory.
   Status (*add_flags)(const std::uint32_t* more, std::uint32_t* flags, Stream);
-  // y of all runs := NaN if any flag is set.
-  Status (*poison)(const Run* runs, int count, const std::uint32_t* flags, Stream);
+  // y of all spans := NaN if any flag is set.
+  Status (*poison)(const GpuSpan* spans, int count, const std::uint32_t* flags, Stream);
 
   // ---- Keys (plugin/elements.cu); key_states: an array of pointers in device memory ----
   // Begins a call with tau as the last call left it, and with nothing sent.
-  Status (*open)(KeyState* const* key_states, std::uint64_t count, Stream);
-  // Multiplies the residuals of the last kept calls, one run for each key, and what codecs have
+  Status (*open)(GpuKeyState* const* key_states, std::uint64_t count, Stream);
+  // Multiplies the residuals of the last kept calls, one span for each key, and what codecs have
   // adapted to them, by `factor`; and by *now / *before where neither is null and both are
   // positive. Products that are too large become the largest float.
-  Status (*scale_residuals)(const Run* runs, int count, double factor, const float* now,
+  Status (*scale_residuals)(const GpuSpan* spans, int count, double factor, const float* now,
                             const float* before, Stream);
-  // y := 0 where the residual of the last kept call is 0, of runs that have one.
-  Status (*clear_sent)(const Run* runs, int count, Stream);
+  // y := 0 where the residual of the last kept call is 0, of spans that have one.
+  Status (*clear_sent)(const GpuSpan* spans, int count, Stream);
   // Ends the call under way. Where no flag is set, its state becomes the kept one and, if
   // `remembers`, its memory too.
-  Status (*settle)(KeyState* const* key_states, std::uint64_t count, bool remembers,
+  Status (*settle)(GpuKeyState* const* key_states, std::uint64_t count, bool remembers,
                    const std::uint32_t* flags, Stream);
 
-  // ---- Codecs, by one kernel for kMostRuns runs; the flags of all decoders may be null ----
+  // ---- Codecs, by one kernel for kMostSpans spans; the flags of all decoders may be null ----
 
   // ---- fp16, bf16 (plugin/cast/cast.cu); kNotFinite where the payload is not finite ----
-  Status (*cast_encode_runs)(Cast, float scale, const Run* runs, int count, const Encoding&,
-                             std::uint32_t* flags, Stream);
-  Status (*cast_decode_runs)(Cast, float scale, const Run* runs, int count, const Decoding&,
-                             std::uint32_t* flags, Stream);
+  Status (*cast_encode_spans)(CastType, float scale, const GpuSpan* spans, int count,
+                              const Encoding&, std::uint32_t* flags, Stream);
+  Status (*cast_decode_spans)(CastType, float scale, const GpuSpan* spans, int count,
+                              const Decoding&, std::uint32_t* flags, Stream);
 
   // ---- int8 (plugin/int8/int8.cu) ----
-  // Of the rounding, `call` and `element` are the runs'.
-  Status (*int8_encode_runs)(std::uint64_t block, Int8Rounding, const Run* runs, int count,
-                             const Encoding&, std::uint32_t* flags, Stream);
-  Status (*int8_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
-                             std::uint32_t* flags, Stream);
+  // Of the rounding, `call` and `element` are the spans'.
+  Status (*int8_encode_spans)(std::uint64_t block, Int8Rounding, const GpuSpan* spans, int count,
+                              const Encoding&, std::uint32_t* flags, Stream);
+  Status (*int8_decode_spans)(std::uint64_t block, const GpuSpan* spans, int count, const Decoding&,
+                              std::uint32_t* flags, Stream);
 
   // ---- onebit (plugin/onebit/onebit.cu, onebit_sum.cu) ----
-  Status (*onebit_encode_runs)(std::uint64_t block, const Run* runs, int count, const Encoding&,
-                               std::uint32_t* flags, Stream);
-  Status (*onebit_decode_runs)(std::uint64_t block, const Run* runs, int count, const Decoding&,
-                               std::uint32_t* flags, Stream);
+  Status (*onebit_encode_spans)(std::uint64_t block, const GpuSpan* spans, int count,
+                                const Encoding&, std::uint32_t* flags, Stream);
+  Status (*onebit_decode_spans)(std::uint64_t block, const GpuSpan* spans, int count,
+                                const Decoding&, std::uint32_t* flags, Stream);
 
   // ---- threshold, topk (plugin/sparse/); units of kSparseBlock ----
   // Sets tau of the call under way where the key has no usable one. Does nothing if `density` is 0:
-  // tau is given then. `scratch` has threshold_scratch_bytes(units of all runs).
-  Status (*threshold_prepare)(const float* x, RunFeedback, std::uint64_t n, double density,
+  // tau is given then. `scratch` has threshold_scratch_bytes(units of all spans).
+  Status (*threshold_prepare)(const float* x, SpanFeedback, std::uint64_t n, double density,
                               void* scratch, Stream);
-  Status (*threshold_adapt)(std::uint64_t n, double density, KeyState* key_state, Stream);
+  Status (*threshold_adapt)(std::uint64_t n, double density, GpuKeyState* key_state, Stream);
   // They neither add what was received nor finish, and decode one payload. The encoder uses the
   // given tau if that is > 0, else the call's or, where that is not usable, one for each unit.
-  Status (*threshold_encode_runs)(float tau, double density, const Run* runs, int count,
-                                  const Encoding&, void* scratch, Stream);
-  Status (*threshold_decode_runs)(const Run* runs, int count, const Decoding&, std::uint32_t* flags,
-                                  Stream);
-  Status (*topk_encode_runs)(double density, Values, std::uint64_t slot_bytes, const Run* runs,
-                             int count, const Encoding&, void* scratch, Stream);
-  Status (*topk_decode_runs)(std::uint64_t slot_bytes, Values, const Run* runs, int count,
-                             const Decoding&, std::uint32_t* flags, Stream);
+  Status (*threshold_encode_spans)(float tau, double density, const GpuSpan* spans, int count,
+                                   const Encoding&, void* scratch, Stream);
+  Status (*threshold_decode_spans)(const GpuSpan* spans, int count, const Decoding&,
+                                   std::uint32_t* flags, Stream);
+  Status (*topk_encode_spans)(double density, Values, std::uint64_t slot_bytes,
+                              const GpuSpan* spans, int count, const Encoding&, void* scratch,
+                              Stream);
+  Status (*topk_decode_spans)(std::uint64_t slot_bytes, Values, const GpuSpan* spans, int count,
+                              const Decoding&, std::uint32_t* flags, Stream);
   std::size_t (*threshold_scratch_bytes)(std::uint64_t units);
   std::size_t (*topk_scratch_bytes)(std::uint64_t units);
 
   // ---- lowrank (plugin/lowrank/lowrank.cu, factors.cu, orthonormalise.cu); codec/factors.h ----
   // Each is one kernel for 28 matrices, but for orthonormalise(), one for each factor.
   // q := start_factor(what the last call remembers).
-  Status (*start_factor)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*start_factor)(const GpuMatrix* matrices, int count, Stream);
   // With feedback y := x + e; p := x · q, or y · q.
-  Status (*left_factor)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*left_factor)(const GpuMatrix* matrices, int count, Stream);
   // Sets kNotFinite where x is not finite.
   Status (*check_finite)(const float* x, std::uint64_t n, std::uint32_t* flags, Stream);
-  Status (*orthonormalise)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*orthonormalise)(const GpuMatrix* matrices, int count, Stream);
   // own_q := xᵀ · p, or yᵀ · p.
-  Status (*right_factor)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*right_factor)(const GpuMatrix* matrices, int count, Stream);
   // scales, which are 0 before, := take_headroom(q), take_headroom(own_q). Large ones have kernels
   // of their own.
-  Status (*take_headroom)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*take_headroom)(const GpuMatrix* matrices, int count, Stream);
   // y := limit(p·qᵀ · (scales[0] · factor)), e' := limit(y − limit(p·own_qᵀ · scales[1])).
-  Status (*product)(const FactoredMatrix* matrices, int count, float factor, Stream);
+  Status (*product)(const GpuMatrix* matrices, int count, float factor, Stream);
   // Stores q for the next call to begin with.
-  Status (*remember)(const FactoredMatrix* matrices, int count, Stream);
+  Status (*remember)(const GpuMatrix* matrices, int count, Stream);
 };
 
 using GetApi = const Api* (*)();

@@ -33,12 +33,12 @@ void CallComparison::add(std::string text, double timeout, bool asks_to_stop, bo
   calls_.push_back({std::move(text), digest, timeout});
 }
 
-const CallComparison::Call& CallComparison::call(std::uint64_t number) const {
+const CallComparison::ComparedCall& CallComparison::call(std::uint64_t number) const {
   return calls_[static_cast<std::size_t>(number - compared_ - 1)];
 }
 
 // The one for which the others are waited for.
-const CallComparison::Call& CallComparison::oldest() const {
+const CallComparison::ComparedCall& CallComparison::oldest() const {
   return call(counted_ < made_ ? counted_ + 1 : made_);
 }
 
@@ -109,7 +109,7 @@ void CallComparison::check_one_by_one() const {
 }
 
 // A collective of zero bytes with the call's text.
-std::shared_ptr<Work> CallComparison::compare(const Call& call) {
+std::shared_ptr<Work> CallComparison::compare(const ComparedCall& call) {
   exec::Request request;
   request.collective = Collective::kAllGather;
   request.dtype = DType::kUInt8;

@@ -40,7 +40,7 @@ class CallComparison {
   CallComparison(const CallComparison&) = delete;
   CallComparison& operator=(const CallComparison&) = delete;
 
-  // Notes this rank's next call: its text, the seconds that the others have to make it once it is
+  // Adds this rank's next call: its text, the seconds that other ranks have to make it once it is
   // the oldest that not all have made, and whether this rank asks all to stop, or to resize.
   void add(std::string text, double timeout, bool asks_to_stop = false,
            bool asks_to_resize = false);
@@ -67,7 +67,7 @@ class CallComparison {
   }
 
  private:
-  struct Call {
+  struct ComparedCall {
     std::string text;
     std::uint64_t digest = 0;  // of this call and all before
     double timeout = 0;
@@ -83,18 +83,18 @@ class CallComparison {
     Requests requests;
   };
 
-  const Call& oldest() const;
-  const Call& call(std::uint64_t number) const;  // from 1; of those that are not compared
+  const ComparedCall& oldest() const;
+  const ComparedCall& call(std::uint64_t number) const;  // from 1; of those that are not compared
   std::uint64_t digest_up_to(std::uint64_t number) const;
   void begin_round(Clock::time_point now);
   void end_round();
   void begin_one_by_one();
   void check_one_by_one() const;
-  std::shared_ptr<Work> compare(const Call& call);
+  std::shared_ptr<Work> compare(const ComparedCall& call);
   std::shared_ptr<Work> submit(const exec::Request& request);
 
   exec::Communicator& shadow_;
-  std::deque<Call> calls_;  // those after the first compared_
+  std::deque<ComparedCall> calls_;  // those after the first compared_
   std::uint64_t made_ = 0, counted_ = 0, compared_ = 0;
   std::uint64_t compared_digest_ = 0;
   Requests own_, agreed_;                          // this rank's, and any rank's as far as is known

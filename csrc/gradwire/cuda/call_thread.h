@@ -1,5 +1,5 @@
-// A thread that is always there, and makes one call at a time that may never return, such as one
-// into NCCL or the driver.
+// CallThread: a thread that makes calls that may never return, such as those into NCCL or the
+// driver, one at a time.
 #pragma once
 
 #include <chrono>
@@ -13,11 +13,11 @@ namespace gradwire::cuda {
 // One thread at a time uses it.
 class CallThread {
  public:
-  // `into`: what it calls, for messages. `spin`: how long it looks for the next call before it
-  // sleeps.
+  // `into`: the name of what it calls, for the log; must outlive it. `spin`: for how long it looks
+  // for the next call before it sleeps.
   explicit CallThread(const char* into, std::chrono::microseconds spin = {});
-  // Waits a short time for a call under way, and then leaves it and its thread to themselves; so a
-  // call may only use what it owns.
+  // Waits a second for a call under way, then abandons it and its thread: so a call may use only
+  // what it owns.
   ~CallThread();
   CallThread(const CallThread&) = delete;
   CallThread& operator=(const CallThread&) = delete;

@@ -132,7 +132,7 @@ Room::~Room() {
 
 void Room::release(void* data) noexcept {
   if ((restless & bit_of(device_)) != 0) return;
-  (kind_ == Kind::kDevice ? api_->release : api_->release_host)(data);
+  (kind_ == MemoryKind::kDevice ? api_->release : api_->release_host)(data);
 }
 
 std::byte* Room::take(std::size_t bytes, const CallStream& stream) {
@@ -141,7 +141,7 @@ std::byte* Room::take(std::size_t bytes, const CallStream& stream) {
     throw InvalidArgument(
         "a call that is captured in a CUDA graph can't allocate: make the same call "
         "once before the capture begins");
-  const bool on_device = kind_ == Kind::kDevice;
+  const bool on_device = kind_ == MemoryKind::kDevice;
   if (data_ != nullptr)
     bytes = std::max(bytes, bytes_ + bytes_ / 2);  // so that it is seldom outgrown
   check(*api_, api_->get_device(&device_), "cudaGetDevice");

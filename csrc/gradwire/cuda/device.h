@@ -1,4 +1,5 @@
-// The GPUs of this process, through gradwire_cuda (cuda/api.h), which is loaded at first use.
+// Access to the GPUs of this process through gradwire_cuda (cuda/api.h), which is loaded at first
+// use.
 #pragma once
 
 #include <cstddef>
@@ -72,8 +73,8 @@ std::future<Status> synchronize_apart(const Api& api, int device);
 // nothing, so its owner calls await_device() first.
 class Room {
  public:
-  enum class Kind : bool { kDevice, kPinned };
-  explicit Room(const Api& api, Kind kind = Kind::kDevice) : api_(&api), kind_(kind) {}
+  enum class MemoryKind : bool { kDevice, kPinned };
+  explicit Room(const Api& api, MemoryKind kind = MemoryKind::kDevice) : api_(&api), kind_(kind) {}
   Room(Room&& other) noexcept
       : api_(other.api_),
         kind_(other.kind_),
@@ -84,15 +85,15 @@ class Room {
   Room& operator=(Room&&) = delete;
   ~Room();
 
-  // Returns at least `bytes` bytes, which are undefined where the Room had fewer before. Throws
-  // InvalidArgument where it would have to grow for a call on a stream that is captured.
+  // Returns at least `bytes` bytes. Their contents are kept unless it grows; then they are
+  // unspecified. Throws InvalidArgument if it must grow while the stream is captured.
   std::byte* take(std::size_t bytes, const CallStream& stream = {});
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return bytes_; }
 
  private:
   const Api* api_;
-  Kind kind_;
+  MemoryKind kind_;
   void release(void* data) noexcept;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;

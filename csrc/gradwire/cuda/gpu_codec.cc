@@ -13,8 +13,8 @@ namespace {
 
 using Kind = codec::Definition::Kind;
 
-Cast cast_of(const codec::Definition& of) {
-  return of.kind == Kind::kFp16 ? Cast::kFp16 : Cast::kBf16;
+CastType cast_of(const codec::Definition& of) {
+  return of.kind == Kind::kFp16 ? CastType::kFp16 : CastType::kBf16;
 }
 
 Values values_of(const codec::Definition& of) {
@@ -24,25 +24,25 @@ Values values_of(const codec::Definition& of) {
 
 }  // namespace
 
-std::unique_ptr<const Codec> Codec::make(const Api& api, const codec::Codec& codec) {
+std::unique_ptr<const GpuCodec> GpuCodec::make(const Api& api, const codec::Codec& codec) {
   const Kind kind = codec.definition().kind;
   if (kind == Kind::kNone || kind == Kind::kLowRank || kind == Kind::kOther)
     throw InvalidArgument("codec '" + codec.name() + "' has no payloads on a GPU");
-  return std::unique_ptr<const Codec>(new Codec(api, codec));
+  return std::unique_ptr<const GpuCodec>(new GpuCodec(api, codec));
 }
 
-Codec::Codec(const Api& api, const codec::Codec& codec)
+GpuCodec::GpuCodec(const Api& api, const codec::Codec& codec)
     : api_(api),
       of_(codec.definition()),
       unit_(codec.block()),
       slot_bytes_(codec.fixed_size() ? 0 : aligned(codec.max_bytes(unit_))) {}
 
-std::size_t Codec::payload_bytes(std::uint64_t n) const {
+std::size_t GpuCodec::payload_bytes(std::uint64_t n) const {
   if (slot_bytes_ > 0) return layout(n).bytes();
   return aligned(of_.kind == Kind::kInt8 ? codec::Int8Kernels::bytes(n, of_.block) : 2 * n);
 }
 
-std::size_t Codec::scratch_bytes(std::span<const std::uint64_t> counts) const {
+std::size_t GpuCodec::scratch_bytes(std::span<const std::uint64_t> counts) const {
   if (!is_sparse()) return 0;
   std::uint64_t units = 0;
   for (const std::uint64_t each : counts) units += units_of(each);
@@ -50,85 +50,86 @@ std::size_t Codec::scratch_bytes(std::span<const std::uint64_t> counts) const {
                                          : api_.threshold_scratch_bytes(units));
 }
 
-void Codec::prepare(const Run& run, std::byte* scratch, Stream stream) const {
+void GpuCodec::prepare(const GpuSpan& span, std::byte* scratch, Stream stream) const {
   if (!adapts()) return;
-  check(api_, api_.threshold_prepare(run.x, run.run_feedback, run.n, of_.density, scratch, stream),
+  check(api_,
+        api_.threshold_prepare(span.x, span.span_feedback, span.n, of_.density, scratch, stream),
         "preparing threshold");
 }
 
-void Codec::adapt(std::uint64_t n, KeyState* key_state, Stream stream) const {
+void GpuCodec::adapt(std::uint64_t n, GpuKeyState* key_state, Stream stream) const {
   if (!adapts()) return;
   check(api_, api_.threshold_adapt(n, of_.density, key_state, stream), "adapting threshold");
 }
 
 // The sparse codecs' kernels neither add what was received nor finish, so that these are launches
 // of their own.
-void Codec::encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
-                   std::uint32_t* flags, Stream stream) const {
+void GpuCodec::encode(std::span<const GpuSpan> spans, const Encoding& how, std::byte* scratch,
+                      std::uint32_t* flags, Stream stream) const {
   if (is_sparse() && how.received.count > 0) {
-    std::vector<Run> all(runs.begin(), runs.end());
-    for (Run& each : all) each.payload = each.received;
+    std::vector<GpuSpan> all(spans.begin(), spans.end());
+    for (GpuSpan& each : all) each.payload = each.received;
     decode(all, {.payloads = how.received, .adds = true}, flags, stream);
   }
-  check(api_, start_encoding(runs, how, scratch, flags, stream), "encoding");
+  check(api_, start_encoding(spans, how, scratch, flags, stream), "encoding");
   if (is_sparse() && how.finishes)
-    decode(runs, {.payloads = {how.out, 0, 1}, .factor = how.factor}, flags, stream);
+    decode(spans, {.payloads = {how.out, 0, 1}, .factor = how.factor}, flags, stream);
 }
 
 // Those of the sparse codecs decode one payload each.
-void Codec::decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
-                   Stream stream) const {
-  if (!is_sparse()) return check(api_, start_decoding(runs, how, flags, stream), "decoding");
+void GpuCodec::decode(std::span<const GpuSpan> spans, const Decoding& how, std::uint32_t* flags,
+                      Stream stream) const {
+  if (!is_sparse()) return check(api_, start_decoding(spans, how, flags, stream), "decoding");
   Decoding one = how;
   one.payloads.count = 1;
   for (int j = 0; j < how.payloads.count; ++j) {
     one.adds = how.adds || j > 0;
     one.factor = how.payloads.count == 1 ? how.factor : 1;
     one.payloads.first = how.payloads.first + how.payloads.offset(j);
-    check(api_, start_decoding(runs, one, flags, stream), "decoding");
+    check(api_, start_decoding(spans, one, flags, stream), "decoding");
   }
   if (how.payloads.count == 1 || how.factor == 1) return;
-  for (const Run& each : runs)
+  for (const GpuSpan& each : spans)
     check(api_, api_.scale(static_cast<int>(DType::kFloat32), each.y, how.factor, each.n, stream),
           "scaling");
 }
 
-Status Codec::start_encoding(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
-                             std::uint32_t* flags, Stream stream) const {
-  const Run* const first = runs.data();
-  const auto all = static_cast<int>(runs.size());
+Status GpuCodec::start_encoding(std::span<const GpuSpan> spans, const Encoding& how,
+                                std::byte* scratch, std::uint32_t* flags, Stream stream) const {
+  const GpuSpan* const first = spans.data();
+  const auto all = static_cast<int>(spans.size());
   switch (of_.kind) {
     case Kind::kInt8:
-      return api_.int8_encode_runs(of_.block, {of_.stochastic, of_.seed, 0, 0}, first, all, how,
-                                   flags, stream);
+      return api_.int8_encode_spans(of_.block, {of_.stochastic, of_.seed, 0, 0}, first, all, how,
+                                    flags, stream);
     case Kind::kOneBit:
-      return api_.onebit_encode_runs(of_.block, first, all, how, flags, stream);
+      return api_.onebit_encode_spans(of_.block, first, all, how, flags, stream);
     case Kind::kThreshold:
-      return api_.threshold_encode_runs(of_.tau, of_.density, first, all, {.out = how.out}, scratch,
-                                        stream);
+      return api_.threshold_encode_spans(of_.tau, of_.density, first, all, {.out = how.out},
+                                         scratch, stream);
     case Kind::kTopK:
-      return api_.topk_encode_runs(of_.density, values_of(of_), slot_bytes_, first, all,
-                                   {.out = how.out}, scratch, stream);
+      return api_.topk_encode_spans(of_.density, values_of(of_), slot_bytes_, first, all,
+                                    {.out = how.out}, scratch, stream);
     default:
-      return api_.cast_encode_runs(cast_of(of_), of_.scale, first, all, how, flags, stream);
+      return api_.cast_encode_spans(cast_of(of_), of_.scale, first, all, how, flags, stream);
   }
 }
 
-Status Codec::start_decoding(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
-                             Stream stream) const {
-  const Run* const first = runs.data();
-  const auto all = static_cast<int>(runs.size());
+Status GpuCodec::start_decoding(std::span<const GpuSpan> spans, const Decoding& how,
+                                std::uint32_t* flags, Stream stream) const {
+  const GpuSpan* const first = spans.data();
+  const auto all = static_cast<int>(spans.size());
   switch (of_.kind) {
     case Kind::kInt8:
-      return api_.int8_decode_runs(of_.block, first, all, how, flags, stream);
+      return api_.int8_decode_spans(of_.block, first, all, how, flags, stream);
     case Kind::kOneBit:
-      return api_.onebit_decode_runs(of_.block, first, all, how, flags, stream);
+      return api_.onebit_decode_spans(of_.block, first, all, how, flags, stream);
     case Kind::kThreshold:
-      return api_.threshold_decode_runs(first, all, how, flags, stream);
+      return api_.threshold_decode_spans(first, all, how, flags, stream);
     case Kind::kTopK:
-      return api_.topk_decode_runs(slot_bytes_, values_of(of_), first, all, how, flags, stream);
+      return api_.topk_decode_spans(slot_bytes_, values_of(of_), first, all, how, flags, stream);
     default:
-      return api_.cast_decode_runs(cast_of(of_), of_.scale, first, all, how, flags, stream);
+      return api_.cast_decode_spans(cast_of(of_), of_.scale, first, all, how, flags, stream);
   }
 }
 

@@ -1,8 +1,7 @@
 // A codec on a GPU: the kernels of codec/codec.h's codecs, with the CPU's bytes and results.
 //
-// A payload of n elements takes payload_bytes(n). Where a codec's size varies, its units lie in
-// slots (cuda/api.h), so that nobody has to know their lengths; a table of sizes in front tells
-// which of the bytes count.
+// A payload of n elements takes payload_bytes(n). If a codec's size varies, each unit lies in a
+// slot (cuda/api.h), so that the host need not know its length; a table in front has the lengths.
 #pragma once
 
 #include <cstddef>
@@ -16,56 +15,58 @@
 
 namespace gradwire::cuda {
 
-class Codec {
+class GpuCodec {
  public:
   // Makes the GPU's version of a codec. Throws InvalidArgument for a codec without payloads, and
   // for one that is written in Python.
-  static std::unique_ptr<const Codec> make(const Api& api, const codec::Codec& codec);
+  static std::unique_ptr<const GpuCodec> make(const Api& api, const codec::Codec& codec);
 
   // Returns a multiple of kPayloadAlignment.
   std::size_t payload_bytes(std::uint64_t n) const;
-  // Returns the bytes of a slot of a codec whose size varies, else 0; and the slots of n elements.
+  // Return the bytes of a slot, 0 for codecs whose size does not vary; and the slots of n elements.
   std::size_t slot_bytes() const { return slot_bytes_; }
   Slotted layout(std::uint64_t n) const {
     return slot_bytes_ > 0 ? Slotted{units_of(n), slot_bytes_} : Slotted{};
   }
-  // Returns whether the codec adapts, and so needs a KeyState even without feedback.
+  // Returns whether the codec adapts, and so needs a GpuKeyState even without feedback.
   bool adapts() const { return of_.kind == Kind::kThreshold && of_.tau == 0; }
-  // Returns how much scratch memory prepare() and encode() need for extents of these lengths.
+  // Returns the bytes of scratch memory that prepare() and encode() need for arrays of so many
+  // elements.
   std::size_t scratch_bytes(std::span<const std::uint64_t> counts) const;
   std::size_t scratch_bytes(std::uint64_t n) const { return scratch_bytes({&n, 1}); }
 
-  // Adapt the state. prepare() comes before the first encode() of a call, with the whole extent;
-  // adapt() comes after the last one, with the number of elements of the whole key.
-  void prepare(const Run& run, std::byte* scratch, Stream stream) const;
-  void adapt(std::uint64_t n, KeyState* key_state, Stream stream) const;
+  // Adapt the key's state; they do nothing for codecs that do not adapt. prepare() comes before the
+  // first encode() of a call, with a whole array; adapt() comes after the last one, with the number
+  // of elements of the whole key.
+  void prepare(const GpuSpan& span, std::byte* scratch, Stream stream) const;
+  void adapt(std::uint64_t n, GpuKeyState* key_state, Stream stream) const;
 
-  // Encode and decode many runs at once (cuda/api.h). Where encode() adds what was received, or
-  // finishes, x is y.
-  void encode(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
+  // Encode and decode many spans at once (cuda/api.h). x must be y if encode() adds what was
+  // received, or finishes. `flags` may be null.
+  void encode(std::span<const GpuSpan> spans, const Encoding& how, std::byte* scratch,
               std::uint32_t* flags, Stream stream) const;
-  void decode(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+  void decode(std::span<const GpuSpan> spans, const Decoding& how, std::uint32_t* flags,
               Stream stream) const;
 
-  // The same of one run.
-  void encode(const Run& run, std::byte* out, std::byte* scratch, Stream stream) const {
-    encode({&run, 1}, {.out = out}, scratch, nullptr, stream);
+  // The same of one span.
+  void encode(const GpuSpan& span, std::byte* out, std::byte* scratch, Stream stream) const {
+    encode({&span, 1}, {.out = out}, scratch, nullptr, stream);
   }
   void decode(const std::byte* in, float* y, std::uint64_t n, bool add, std::uint32_t* flags,
               Stream stream) const {
-    const Run run{.y = y, .n = n};
-    decode({&run, 1}, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
+    const GpuSpan span{.y = y, .n = n};
+    decode({&span, 1}, {.payloads = {in, 0, 1}, .adds = add}, flags, stream);
   }
 
  private:
   using Kind = codec::Definition::Kind;
 
-  Codec(const Api& api, const codec::Codec& codec);
+  GpuCodec(const Api& api, const codec::Codec& codec);
   bool is_sparse() const { return of_.kind == Kind::kThreshold || of_.kind == Kind::kTopK; }
   std::uint64_t units_of(std::uint64_t n) const { return (n + unit_ - 1) / unit_; }
-  Status start_encoding(std::span<const Run> runs, const Encoding& how, std::byte* scratch,
+  Status start_encoding(std::span<const GpuSpan> spans, const Encoding& how, std::byte* scratch,
                         std::uint32_t* flags, Stream stream) const;
-  Status start_decoding(std::span<const Run> runs, const Decoding& how, std::uint32_t* flags,
+  Status start_decoding(std::span<const GpuSpan> spans, const Decoding& how, std::uint32_t* flags,
                         Stream stream) const;
 
   const Api& api_;

@@ -10,53 +10,55 @@ namespace {
 // A plan's frames are whole chunks here, whatever their length.
 constexpr std::size_t kUnlimited = std::size_t{1} << 60;
 
-exec::PlanCache::Setting plans_of(const Communicator::Setting& setting) {
-  return {setting.rank, setting.size, setting.hosts, kUnlimited, kUnlimited};
+exec::PlanCache::Setting plans_of(const GpuIdentity& identity) {
+  return {identity.rank, identity.size, identity.hosts, kUnlimited, kUnlimited};
 }
 
 }  // namespace
 
-Communicator::Communicator(const Api& api, Setting setting, std::unique_ptr<Messages> messages)
+GpuCommunicator::GpuCommunicator(const Api& api, GpuIdentity identity,
+                                 std::unique_ptr<Messages> messages)
     : api_(api),
-      setting_(std::move(setting)),
+      identity_(std::move(identity)),
       messages_(std::move(messages)),
-      plans_(plans_of(setting_)),
-      calls_(api, setting_.rank, setting_.size, *messages_, plans_),
+      plans_(plans_of(identity_)),
+      calls_(api, identity_.rank, identity_.size, *messages_, plans_),
       last_(api),
       last_captured_(api) {
   plans_.set_model(gpu_model());
 }
 
 // Enqueued work uses this memory. It ends when its messages do, or when they are aborted.
-Communicator::~Communicator() {
+GpuCommunicator::~GpuCommunicator() {
   if (messages_->rest())
     messages_.reset();
   else
     messages_.release();  // leaked: something may still refer to it
-  await_device(api_, setting_.device);
+  await_device(api_, identity_.device);
 }
 
-void Communicator::run(exec::Request request, Feedback* feedback, Stream stream) {
-  const OnDevice here(api_, setting_.device);
+void GpuCommunicator::run(exec::Request request, GpuFeedback* feedback, Stream stream) {
+  const OnDevice here(api_, identity_.device);
   bind(request, feedback, {stream, capture_of(api_, stream)});
   enqueue();
 }
 
-void Communicator::bind(exec::Request& request, Feedback* feedback, const CallStream& stream) {
-  request.rank = setting_.rank;
-  request.size = setting_.size;
+void GpuCommunicator::bind(exec::Request& request, GpuFeedback* feedback,
+                           const CallStream& stream) {
+  request.rank = identity_.rank;
+  request.size = identity_.size;
   exec::check_arrays(request);
   if (feedback != nullptr) feedback->require_fits(request.keys);
   const bool one_level =
-      setting_.hosts.size() <= 1 ||
-      std::ranges::all_of(setting_.hosts, [](const auto& each) { return each.size() == 1; });
+      identity_.hosts.size() <= 1 ||
+      std::ranges::all_of(identity_.hosts, [](const auto& each) { return each.size() == 1; });
   const exec::Decision decision =
       exec::decide(request, feedback != nullptr,
                    {true, messages_->has_collectives(), one_level, messages_->name()});
   calls_.bind(request, decision, feedback, stream);
 }
 
-void Communicator::enqueue(Event end) {
+void GpuCommunicator::enqueue(Event end) {
   messages_->check();
   const CallStream& stream = calls_.stream();
   // An event that was recorded in one capture means nothing in another capture, or outside.

@@ -19,35 +19,36 @@
 
 namespace gradwire::cuda {
 
-class Communicator {
+// Which rank of a communicator a GPU is.
+struct GpuIdentity {
+  Rank rank = 0;
+  int size = 1;
+  std::vector<std::vector<Rank>> hosts;  // ranks of each host (exec::Identity)
+  int device = 0;
+};
+
+class GpuCommunicator {
  public:
-  struct Setting {
-    Rank rank = 0;
-    int size = 1;
-    std::vector<std::vector<Rank>> hosts;
-    int device = 0;
-  };
+  // Works on the identity's device, to which the messages must belong. `api` must outlive it.
+  GpuCommunicator(const Api& api, GpuIdentity identity, std::unique_ptr<Messages> messages);
+  ~GpuCommunicator();
+  GpuCommunicator(const GpuCommunicator&) = delete;
+  GpuCommunicator& operator=(const GpuCommunicator&) = delete;
 
-  // Works on the setting's device, to which the messages belong.
-  Communicator(const Api& api, Setting setting, std::unique_ptr<Messages> messages);
-  ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  // Enqueues a call. The arrays of `request` must be in this device's memory. `feedback`, which may
+  // be null, takes the place of the request's. Throws InvalidArgument and ScheduleError as a call
+  // on the CPU does, before anything is enqueued; and what the messages throw, which every later
+  // call throws again.
+  void run(exec::Request request, GpuFeedback* feedback, Stream stream);
 
-  // Enqueues a call. The arrays of `request` are in this device's memory; its `feedback` is
-  // ignored, and `feedback` is used. Throws InvalidArgument and ScheduleError as a call on the CPU
-  // does, before anything is enqueued; and what the messages throw, which every later call throws
-  // again.
-  void run(exec::Request request, Feedback* feedback, Stream stream);
-
-  // The same in two steps, on a thread whose device is the setting's. bind() sets the request's
-  // rank and size, enqueues nothing, and throws all that run() throws for an invalid request, which
-  // must stay until enqueue() returns. That records `end` at the call's end, outside of captures;
-  // it must stay until another call has ended. Null: an event of its own.
-  void bind(exec::Request& request, Feedback* feedback, const CallStream& stream);
+  // The same in two steps, on a thread that uses this device. bind() sets the request's
+  // rank and size, enqueues nothing, and throws all that run() throws for an invalid request. The
+  // request must live until enqueue() returns. Outside of captures, enqueue() records `end` at the
+  // call's end; null: an event of its own. `end` must live until another call has ended.
+  void bind(exec::Request& request, GpuFeedback* feedback, const CallStream& stream);
   void enqueue(Event end = nullptr);
 
-  // Returns, and clears, the Flag bits of the calls that are over, however many.
+  // Returns the Flag bits of all calls that are over, and clears them.
   std::uint32_t take_flags() { return calls_.take_flags(); }
 
   // Decides by this model from now on. The ranks must agree.
@@ -56,7 +57,7 @@ class Communicator {
   // Returns how many bytes this rank's calls have sent, without replays of graphs.
   std::uint64_t sent() const noexcept { return sent_; }
 
-  int device() const noexcept { return setting_.device; }
+  int device() const noexcept { return identity_.device; }
   std::string_view messages() const noexcept { return messages_->name(); }
   const Api& api() const noexcept { return api_; }
   // Throws if the messages between the GPUs have failed.
@@ -65,7 +66,7 @@ class Communicator {
 
  private:
   const Api& api_;
-  const Setting setting_;
+  const GpuIdentity identity_;
   std::unique_ptr<Messages> messages_;
   exec::PlanCache plans_;
   GpuDevice calls_;

@@ -18,23 +18,23 @@ GpuDevice::GpuDevice(const Api& api, Rank rank, int size, Messages& messages,
       operation_(api, rank, size, messages, plans),
       native_(api, messages),
       flags_room_(api),
-      told_room_(api, Room::Kind::kPinned),
+      reported_room_(api, Room::MemoryKind::kPinned),
       own_key_states_(api),
       codec_scratch_(api),
       payloads_(api),
       factors_(api) {
   own_flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
   constexpr std::size_t kBytes = 2 * sizeof(std::uint32_t);
-  std::fill_n(told_room_.take(kBytes), kBytes, std::byte{0});
-  told_ = reinterpret_cast<std::uint32_t*>(told_room_.data());
-  lost_ = told_ + 1;
-  messages.tell_losses(lost_);
+  std::fill_n(reported_room_.take(kBytes), kBytes, std::byte{0});
+  reported_ = reinterpret_cast<std::uint32_t*>(reported_room_.data());
+  lost_ = reported_ + 1;
+  messages.set_loss_word(lost_);
 }
 
-std::uint32_t GpuDevice::take_flags() { return std::atomic_ref(*told_).exchange(0); }
+std::uint32_t GpuDevice::take_flags() { return std::atomic_ref(*reported_).exchange(0); }
 
 void GpuDevice::bind(const exec::Request& request, const exec::Decision& decision,
-                     Feedback* feedback, const CallStream& stream) {
+                     GpuFeedback* feedback, const CallStream& stream) {
   stream_ = stream;
   feedback_ = feedback;
   has_voted_ = false;
@@ -54,7 +54,7 @@ void GpuDevice::run() {
   begin();
   while (const exec::Request* phase = program_.next(*this)) run_phase(*phase, {});
   if (!stream_.is_captured() && codec_ != nullptr)
-    check(api_, api_.add_flags(flags_, told_, stream_), "telling a call's flags");
+    check(api_, api_.add_flags(flags_, reported_, stream_), "telling a call's flags");
   ++operations_;
 }
 
@@ -71,12 +71,12 @@ void GpuDevice::begin() {
   bind_feedback();
 }
 
-const Codec* GpuDevice::codec_for(const std::shared_ptr<const codec::Codec>& codec) {
+const GpuCodec* GpuDevice::codec_for(const std::shared_ptr<const codec::Codec>& codec) {
   using codec::Combine;
   if (!codec || codec->combine() == Combine::kPlain || codec->combine() == Combine::kCompound)
     return nullptr;
   auto& made = codecs_[codec];
-  if (!made) made = Codec::make(api_, *codec);
+  if (!made) made = GpuCodec::make(api_, *codec);
   return made.get();
 }
 
@@ -87,18 +87,18 @@ void GpuDevice::bind_feedback() {
   if (codec_ == nullptr) return;
   for (ExtentFeedback& each : extent_feedback_) each.call = operations_ ^ rank() << 48;
   if (!codec_->adapts()) return;
-  const std::size_t bytes = sizeof(KeyState) * extent_feedback_.size();
-  auto* key_state = reinterpret_cast<KeyState*>(own_key_states_.take(bytes, stream_));
+  const std::size_t bytes = sizeof(GpuKeyState) * extent_feedback_.size();
+  auto* key_state = reinterpret_cast<GpuKeyState*>(own_key_states_.take(bytes, stream_));
   check(api_, api_.fill(key_state, 0, bytes, stream_), "cudaMemsetAsync");
-  for (ExtentFeedback& each : extent_feedback_) each.run_feedback.key_state = key_state++;
+  for (ExtentFeedback& each : extent_feedback_) each.span_feedback.key_state = key_state++;
 }
 
 void GpuDevice::bind_keys() {
   table_ = &feedback_->open(program_.request().keys, stream_);
   for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
     const auto [key, begin] = program_.key_offsets()[i];
-    const Feedback::Key& its = *table_->keys[key];
-    extent_feedback_[i] = {its.run_feedback(begin), its.digest ^ rank() << 48, begin};
+    const GpuFeedback::DeviceKey& its = *table_->keys[key];
+    extent_feedback_[i] = {its.span_feedback(begin), its.digest ^ rank() << 48, begin};
   }
 }
 
@@ -129,42 +129,43 @@ void GpuDevice::look_for_failure() {
 }
 
 void GpuDevice::poison() {
-  runs_.clear();
+  spans_.clear();
   for (const exec::Array& each : program_.request().outputs)
-    runs_.push_back({.y = reinterpret_cast<float*>(each.data), .n = each.count});
-  check(api_, api_.poison(runs_.data(), count(runs_), flags_, stream_), "poisoning");
+    spans_.push_back({.y = reinterpret_cast<float*>(each.data), .n = each.count});
+  check(api_, api_.poison(spans_.data(), count(spans_), flags_, stream_), "poisoning");
 }
 
-// ---- Runs --------------------------------------------------------------------------------------
+// ---- Spans -------------------------------------------------------------------------------------
 
-std::span<const Run> GpuDevice::runs_of(std::span<const exec::SummedArray> extents) {
-  runs_.clear();
+std::span<const GpuSpan> GpuDevice::spans_of(std::span<const exec::SummedArray> extents) {
+  spans_.clear();
   for (const exec::SummedArray& each : extents) {
     const ExtentFeedback& feedback = extent_feedback_[each.index];
-    runs_.push_back({.x = each.x,
-                     .y = each.y,
-                     .n = each.count,
-                     .run_feedback = feedback.run_feedback,
-                     .call = feedback.call,
-                     .element = feedback.element});
+    spans_.push_back({.x = each.x,
+                      .y = each.y,
+                      .n = each.count,
+                      .span_feedback = feedback.span_feedback,
+                      .call = feedback.call,
+                      .element = feedback.element});
   }
-  return runs_;
+  return spans_;
 }
 
 void GpuDevice::deliver(std::span<const exec::SummedArray> extents) {
-  const auto runs = runs_of(extents);
+  const auto spans = spans_of(extents);
   if (feedback_ != nullptr)
-    return check(api_, api_.deliver_runs(runs.data(), count(runs), stream_), "delivering");
-  for (const Run& each : runs)
+    return check(api_, api_.deliver_spans(spans.data(), count(spans), stream_), "delivering");
+  for (const GpuSpan& each : spans)
     if (each.y != each.x)
       check(api_, api_.copy(each.y, each.x, 4 * each.n, CopyKind::kOnDevice, stream_),
             "cudaMemcpyAsync");
 }
 
 void GpuDevice::mark(std::span<const exec::SummedArray> extents) {
-  const auto runs = runs_of(extents);
+  const auto spans = spans_of(extents);
   const auto& codec = program_.request().codec;
-  check(api_, api_.mark_runs(runs.data(), count(runs), codec ? codec->block() : 1, flags_, stream_),
+  check(api_,
+        api_.mark_spans(spans.data(), count(spans), codec ? codec->block() : 1, flags_, stream_),
         "marking");
 }
 
@@ -176,9 +177,9 @@ void GpuDevice::average(std::span<const exec::SummedArray> extents) {
           "scaling");
 }
 
-void GpuDevice::prepare(std::span<const Run> runs) {
+void GpuDevice::prepare(std::span<const GpuSpan> spans) {
   if (!codec_->adapts()) return;
-  for (const Run& each : runs) codec_->prepare(each, scratch_, stream_);
+  for (const GpuSpan& each : spans) codec_->prepare(each, scratch_, stream_);
 }
 
 // Adapts each key once, even where several extents belong to it.
@@ -187,9 +188,9 @@ void GpuDevice::adapt() {
   std::uint64_t elements = 0;
   for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
     elements += program_.counts()[i];
-    KeyState* const key_state = extent_feedback_[i].run_feedback.key_state;
+    GpuKeyState* const key_state = extent_feedback_[i].span_feedback.key_state;
     if (i + 1 < extent_feedback_.size() &&
-        extent_feedback_[i + 1].run_feedback.key_state == key_state)
+        extent_feedback_[i + 1].span_feedback.key_state == key_state)
       continue;
     codec_->adapt(elements, key_state, stream_);
     elements = 0;
@@ -208,7 +209,7 @@ const exec::Request* GpuDevice::run_plan() {
   operation_.bind(plan_request(), stream_);
   const exec::BufferMap& places = operation_.buffer_map();
   if (codec_ != nullptr) {
-    prepare(runs_of(at(places.arrays())));
+    prepare(spans_of(at(places.arrays())));
     operation_.run({codec_, extent_feedback_, scratch_, flags_}, {});
     adapt();
     return nullptr;
@@ -255,10 +256,10 @@ void GpuDevice::place_payloads() {
 }
 
 void GpuDevice::encode(std::span<const exec::SummedArray> extents) {
-  runs_of(extents);
-  for (std::size_t i = 0; i < extents.size(); ++i) runs_[i].payload = places_[i];
-  prepare(runs_);
-  codec_->encode(runs_, {.out = blocks_[rank()].data}, scratch_, flags_, stream_);
+  spans_of(extents);
+  for (std::size_t i = 0; i < extents.size(); ++i) spans_[i].payload = places_[i];
+  prepare(spans_);
+  codec_->encode(spans_, {.out = blocks_[rank()].data}, scratch_, flags_, stream_);
   adapt();
 }
 
@@ -279,12 +280,12 @@ const exec::Request* GpuDevice::exchange_payloads() {
 void GpuDevice::add_up(std::span<const exec::SummedArray> extents) {
   own_.assign(extents.begin(), extents.end());
   std::erase_if(own_, [](const exec::SummedArray& each) { return each.y == nullptr; });
-  runs_of(own_);
-  for (std::size_t i = 0; i < own_.size(); ++i) runs_[i].payload = places_[own_[i].index];
+  spans_of(own_);
+  for (std::size_t i = 0; i < own_.size(); ++i) spans_[i].payload = places_[own_[i].index];
   Decoding how;
   how.payloads = {payloads_.data(), static_cast<std::int64_t>(block_bytes_), count(blocks_)};
   how.factor = averages() ? static_cast<float>(1.0 / count(blocks_)) : 1;
-  codec_->decode(runs_, how, flags_, stream_);
+  codec_->decode(spans_, how, flags_, stream_);
   mark(own_);
 }
 
@@ -315,17 +316,17 @@ void GpuDevice::remember(std::span<const exec::Matrix> matrices) {
 void GpuDevice::list_matrices(std::span<const exec::Matrix> matrices) {
   factored_.clear();
   for (const exec::Matrix& each : matrices) {
-    factored_.push_back({.of = {each.of.rows, each.of.columns, each.of.rank},
+    factored_.push_back({.of = each.of,
                          .x = each.array.x,
                          .y = each.array.y,
-                         .run_feedback = extent_feedback_[each.array.index].run_feedback,
+                         .span_feedback = extent_feedback_[each.array.index].span_feedback,
                          .p = each.left,
                          .room = columns_ + (each.left - room_.left),
                          .q = each.right,
                          .own_q = each.own_right,
                          .scales = scales_ + 2 * factored_.size()});
     if (feedback_ == nullptr) continue;
-    const Feedback::Key& key = *table_->keys[each.in_memory.key];
+    const GpuFeedback::DeviceKey& key = *table_->keys[each.in_memory.key];
     const std::size_t begin = each.in_memory.begin;
     factored_.back().memory = {{key.memory[0] + begin, key.memory[1] + begin}, key.key_state};
   }

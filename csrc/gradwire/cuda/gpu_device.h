@@ -1,7 +1,7 @@
 // GpuDevice: the steps of calls on a GPU (exec/program/program.h), enqueued on the call's stream.
-// Their kernels take lists of runs. What is decided after a call on CPUs, the device decides by the
-// call's word of flags. It is reused from call to call; enqueued work uses its memory in stream
-// order.
+// Kernels take lists of spans. A CPU decides after a call whether residuals move; here the device
+// decides it, by the call's word of flags. It is reused from call to call; enqueued work uses its
+// memory in stream order.
 #pragma once
 
 #include <map>
@@ -20,14 +20,14 @@ class GpuDevice final : public exec::Device {
   // All must outlive it, and what is enqueued.
   GpuDevice(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans);
 
-  // Prepares a call, whose request must stay until run() returns; enqueues nothing. Throws
+  // Prepares a call and enqueues nothing. The request must live until run() returns. Throws
   // InvalidArgument and ScheduleError for what run() could not do.
-  void bind(const exec::Request& request, const exec::Decision& decision, Feedback* feedback,
+  void bind(const exec::Request& request, const exec::Decision& decision, GpuFeedback* feedback,
             const CallStream& stream);
   // Enqueues the call. Throws what the messages throw.
   void run();
   const CallStream& stream() const noexcept { return stream_; }
-  // Returns, and clears, the Flag bits of the calls that are over, however many.
+  // Returns the Flag bits of all calls that are over, and clears them.
   std::uint32_t take_flags();
   // Returns how many bytes this rank's calls have sent.
   std::uint64_t sent() const noexcept { return operation_.sent() + native_.sent(); }
@@ -52,9 +52,9 @@ class GpuDevice final : public exec::Device {
   void begin();
   void bind_feedback();
   void bind_keys();
-  const Codec* codec_for(const std::shared_ptr<const codec::Codec>& codec);
+  const GpuCodec* codec_for(const std::shared_ptr<const codec::Codec>& codec);
   void run_phase(const exec::Request& phase, std::span<const Slotted> layout);
-  void prepare(std::span<const Run> runs);
+  void prepare(std::span<const GpuSpan> spans);
   void adapt();
   void place_payloads();
   const exec::Request& payload_phase();
@@ -63,7 +63,7 @@ class GpuDevice final : public exec::Device {
   void list_matrices(std::span<const exec::Matrix> matrices);
   void look_for_failure();
   void poison();
-  std::span<const Run> runs_of(std::span<const exec::SummedArray> extents);
+  std::span<const GpuSpan> spans_of(std::span<const exec::SummedArray> extents);
   std::span<const exec::SummedArray> at(std::span<std::byte* const> places);
   bool averages() const { return program_.request().op == ReduceOp::kAvg; }
   std::size_t size() const { return static_cast<std::size_t>(program_.request().size); }
@@ -71,30 +71,30 @@ class GpuDevice final : public exec::Device {
 
   const Api& api_;
   exec::Program program_;
-  Operation operation_;
+  GpuOperation operation_;
   NativeCall native_;
-  Room flags_room_, told_room_, own_key_states_, codec_scratch_, payloads_, factors_;
+  Room flags_room_, reported_room_, own_key_states_, codec_scratch_, payloads_, factors_;
   std::uint32_t* own_flags_ = nullptr;
-  // Pinned. The flags of all calls since take_flags(): bits that the device has just set may come
-  // again, and none is lost.
-  std::uint32_t* told_ = nullptr;
+  // Pinned: the flags of all calls since take_flags(). A bit that the device sets meanwhile may be
+  // returned twice, but is never lost.
+  std::uint32_t* reported_ = nullptr;
   std::uint32_t* lost_ = nullptr;  // pinned; set to kLost once messages have failed
-  std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const Codec>> codecs_;
+  std::map<std::shared_ptr<const codec::Codec>, std::unique_ptr<const GpuCodec>> codecs_;
   std::uint64_t operations_ = 0;
 
   // Of the call that is being enqueued.
   CallStream stream_;
-  Feedback* feedback_ = nullptr;
-  const Feedback::Table* table_ = nullptr;       // with feedback
-  std::vector<ExtentFeedback> extent_feedback_;  // of each extent
-  const Codec* codec_ = nullptr;                 // of the payloads; null where there are none
-  std::byte* scratch_ = nullptr;                 // the codec's
+  GpuFeedback* feedback_ = nullptr;
+  const GpuFeedback::KeyTable* table_ = nullptr;  // with feedback
+  std::vector<ExtentFeedback> extent_feedback_;   // of each extent
+  const GpuCodec* codec_ = nullptr;               // of the payloads; null where there are none
+  std::byte* scratch_ = nullptr;                  // the codec's
   std::uint32_t* flags_ = nullptr;
   bool has_voted_ = false;
   exec::Request phase_;
   exec::Array word_;  // of the vote
   std::vector<exec::SummedArray> own_;
-  std::vector<Run> runs_;
+  std::vector<GpuSpan> spans_;
   // Gathered payloads: a block for each rank, in which each extent has a place.
   std::size_t block_bytes_ = 0;
   std::vector<exec::Array> blocks_;
@@ -105,7 +105,7 @@ class GpuDevice final : public exec::Device {
   double* columns_ = nullptr;
   FactorRoom room_;
   float* scales_ = nullptr;
-  std::vector<FactoredMatrix> factored_;
+  std::vector<GpuMatrix> factored_;
 };
 
 }  // namespace gradwire::cuda

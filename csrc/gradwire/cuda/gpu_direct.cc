@@ -17,17 +17,17 @@ void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::
 DirectExchange::DirectExchange(const Api& api, Rank rank, int size)
     : rank_(rank), size_(size), payloads_(api), received_(api), chunks_(at(size)) {}
 
-bool DirectExchange::can_run(const Execution::Call& call, const Messages& messages) const {
+bool DirectExchange::can_run(const GpuExecution::GpuCall& call, const Messages& messages) const {
   const OpSpec& spec = call.plan->spec();
   return size_ > 1 && call.codec != nullptr && messages.has_collectives() &&
          spec.schedule_digest == 0 && spec.algorithm == "direct" &&
          spec.collective == Collective::kAllReduce;
 }
 
-void DirectExchange::run(const Execution::Call& call, Messages& messages,
+void DirectExchange::run(const GpuExecution::GpuCall& call, Messages& messages,
                          const CallStream& stream) {
   find_chunks(*call.plan);
-  list_runs(call);
+  list_spans(call);
   if (chunk_bytes_ == 0) return;
   std::byte* const all = payloads_.take(chunk_bytes_ * at(size_), stream);
   received_.take(chunk_bytes_ * at(size_), stream);
@@ -58,22 +58,22 @@ void DirectExchange::find_chunks(const exec::Plan& plan) {
     if (each.round == 0 && chunks_[at(rank_)].empty()) append(plan, each, chunks_[at(rank_)]);
 }
 
-// Lists the runs of all chunks, with the places of their payloads.
-void DirectExchange::list_runs(const Execution::Call& call) {
+// Lists the spans of all chunks, with the places of their payloads.
+void DirectExchange::list_spans(const GpuExecution::GpuCall& call) {
   own_.clear();
   others_.clear();
   chunk_bytes_ = 0;
   for (Rank owner = 0; owner < size_; ++owner) {
     std::size_t bytes = 0;
     for (const exec::Span& piece : chunks_[at(owner)]) {
-      auto& runs = owner == rank_ ? own_ : others_;
-      runs.push_back(run_of(call, piece));
-      runs.back().payload = runs.back().received = bytes;
+      auto& spans = owner == rank_ ? own_ : others_;
+      spans.push_back(span_of(call, piece));
+      spans.back().payload = spans.back().received = bytes;
       bytes += call.codec->payload_bytes(piece.count);
     }
     chunk_bytes_ = std::max(chunk_bytes_, bytes);
   }
-  for (Run& each : own_) each.payload += at(rank_) * chunk_bytes_;
+  for (GpuSpan& each : own_) each.payload += at(rank_) * chunk_bytes_;
   auto next = others_.begin();
   for (Rank owner = 0; owner < size_; ++owner)
     for (std::size_t i = 0; owner != rank_ && i < chunks_[at(owner)].size(); ++i)
@@ -82,11 +82,11 @@ void DirectExchange::list_runs(const Execution::Call& call) {
 
 // Lists what came in the order in which `direct` adds: from the rank before this one, from the one
 // before that, and so on; rank 0 is followed by the last one.
-Payloads DirectExchange::received() const {
+GpuPayloads DirectExchange::received() const {
   const auto bytes = static_cast<std::int64_t>(chunk_bytes_);
   const std::byte* const first =
       received_.data() + at(rank_ == 0 ? size_ - 1 : rank_ - 1) * chunk_bytes_;
-  Payloads found{first, -bytes, size_ - 1};
+  GpuPayloads found{first, -bytes, size_ - 1};
   if (rank_ > 0) {
     found.turn = rank_;
     found.jump = bytes * size_;

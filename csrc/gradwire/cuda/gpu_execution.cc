@@ -24,17 +24,17 @@ bool is_wide(const Chunk& part) { return part.wide.place != WideFold::kNone; }
 
 }  // namespace
 
-void Execution::run(const Call& call, Messages& messages, const CallStream& stream) {
+void GpuExecution::run(const GpuCall& call, Messages& messages, const CallStream& stream) {
   call_ = call;
   messages_ = &messages;
   stream_ = stream;
   arrived_.clear();
   results_.clear();
-  in_turn_ = false;
+  one_by_one_ = false;
   reserve();
   each_round([this](Sends sends, Receives receives) { run_round(sends, receives); });
   pending_.swap(arrived_);
-  pending_in_turn_ = in_turn_;
+  pending_one_by_one_ = one_by_one_;
   const bool averages = are_finished_here();
   land_pending({}, averages);
   if (lossy()) decode_results();
@@ -44,9 +44,8 @@ void Execution::run(const Call& call, Messages& messages, const CallStream& stre
 // Visits the frames of each round. They are in the order of their rounds, since there is one
 // segment.
 template <typename Visit>
-void Execution::each_round(Visit visit) const {
-  const Sends sends = call_.plan->sends();
-  const Receives receives = call_.plan->receives();
+void GpuExecution::each_round(Visit visit) const {
+  const Sends sends = call_.plan->sends(), receives = call_.plan->receives();
   std::size_t s = 0, r = 0;
   while (s < sends.size() || r < receives.size()) {
     const int round = std::min(s < sends.size() ? sends[s].round : 0xFFFF,
@@ -63,7 +62,7 @@ void Execution::each_round(Visit visit) const {
 }
 
 // Reserves room for the two rounds that need the most, and for finished payloads.
-void Execution::reserve() {
+void GpuExecution::reserve() {
   half_bytes_ = 0;
   each_round([&](Sends sends, Receives receives) {
     std::size_t bytes = 0;
@@ -78,7 +77,7 @@ void Execution::reserve() {
 
 // Places the payloads of all finished parts in the order of their elements, so that the parts of a
 // frame lie end to end, unless there are others between them.
-void Execution::place_store() {
+void GpuExecution::place_store() {
   store_places_.clear();
   const auto note = [this](const auto& frames) {
     for (const Frame& frame : frames)
@@ -101,14 +100,14 @@ void Execution::place_store() {
   store_.take(end, stream_);
 }
 
-void Execution::run_round(Sends sends, Receives receives) {
+void GpuExecution::run_round(Sends sends, Receives receives) {
   pending_.swap(arrived_);
   arrived_.clear();
-  pending_in_turn_ = std::exchange(in_turn_, false);
+  pending_one_by_one_ = std::exchange(one_by_one_, false);
   second_half_ = !second_half_;
   used_ = second_half_ ? half_bytes_ : 0;
   place_sends(sends);
-  if (pending_in_turn_) land_pending(sends, /*averages=*/false);  // encoders cannot add these
+  if (pending_one_by_one_) land_pending(sends, /*averages=*/false);  // encoders cannot add these
   if (lossy()) encode_sends(sends);
   land_pending(sends, /*averages=*/false);
   if (!lossy() && call_.plan->divisor() > 1) average(sends);
@@ -123,7 +122,7 @@ void Execution::run_round(Sends sends, Receives receives) {
 // ---- Sending -----------------------------------------------------------------------------------
 
 // Finds where the message of each frame lies: in place, or in the arena.
-void Execution::place_sends(Sends sends) {
+void GpuExecution::place_sends(Sends sends) {
   outgoing_.clear();
   for (const Frame& frame : sends) {
     const std::byte* place = range_of(frame);
@@ -134,7 +133,7 @@ void Execution::place_sends(Sends sends) {
 
 // Encodes into the arena what is not finished, and finished sums that this rank owns into the
 // store: from there on all ranks, this one included, have the same bits.
-void Execution::encode_sends(Sends sends) {
+void GpuExecution::encode_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i) {
     auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
     for (const Chunk& part : call_.plan->chunks(sends[i])) {
@@ -147,47 +146,47 @@ void Execution::encode_sends(Sends sends) {
 }
 
 // Adds a part to the launch, with what has arrived of it.
-void Execution::encode(const Chunk& part, std::size_t at, const Launch& alone) {
+void GpuExecution::encode(const Chunk& part, std::size_t at, const Launch& alone) {
   if (is_empty(part)) return;
   Launch launch = alone;
-  Landing* const received = pending(part);
+  ArrivedChunk* const received = pending(part);
   if (received != nullptr) {
     launch.addends = received->addends;
     launch.stride = received->stride;
     received->taken = true;
   }
-  if (!runs_.empty() && launch != launch_) start_encoding();
+  if (!spans_.empty() && launch != launch_) start_encoding();
   launch_ = launch;
   std::size_t from = received == nullptr ? 0 : received->at;
   for (const Span& piece : call_.plan->spans(part)) {
-    runs_.push_back(run_of(call_, piece));
-    runs_.back().payload = at;
-    runs_.back().received = from;
+    spans_.push_back(span_of(call_, piece));
+    spans_.back().payload = at;
+    spans_.back().received = from;
     at += call_.codec->payload_bytes(piece.count);
     from += call_.codec->payload_bytes(piece.count);
   }
 }
 
-void Execution::start_encoding() {
-  if (runs_.empty()) return;
+void GpuExecution::start_encoding() {
+  if (spans_.empty()) return;
   Encoding how;
   how.received = launch_.payloads(arena_.data());
   how.out = launch_.finishes ? store_.data() : arena_.data();
   how.finishes = launch_.finishes;
   how.factor = static_cast<float>(1.0 / call_.plan->divisor());
-  call_.codec->encode(runs_, how, call_.scratch, call_.flags, stream_);
-  runs_.clear();
+  call_.codec->encode(spans_, how, call_.scratch, call_.flags, stream_);
+  spans_.clear();
 }
 
 // Copies frames into the arena whose parts lie in several places, so that each is one message.
-void Execution::pack_sends(Sends sends) {
+void GpuExecution::pack_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i)
     if (range_of(sends[i]) == nullptr)
       pack(sends[i], static_cast<std::size_t>(outgoing_[i] - arena_.data()));
   fold({});
 }
 
-void Execution::pack(const Frame& frame, std::size_t at) {
+void GpuExecution::pack(const Frame& frame, std::size_t at) {
   std::byte* to = arena_.data() + at;
   for (const Chunk& part : call_.plan->chunks(frame)) {
     if (lossy()) {
@@ -204,7 +203,7 @@ void Execution::pack(const Frame& frame, std::size_t at) {
   }
 }
 
-void Execution::send(const Frame& frame, const std::byte* data) {
+void GpuExecution::send(const Frame& frame, const std::byte* data) {
   const std::size_t bytes = frame_bytes(frame);
   if (bytes == 0) return;
   const auto layout = layout_of(frame);
@@ -216,7 +215,7 @@ void Execution::send(const Frame& frame, const std::byte* data) {
 
 // Posts a receive: in place for copies, and for finished payloads, unless this round sends what was
 // there before; else in the arena.
-void Execution::receive(const Frame& frame, Sends sends) {
+void GpuExecution::receive(const Frame& frame, Sends sends) {
   const std::size_t bytes = frame_bytes(frame);
   if (bytes == 0) return;
   std::byte* place = nullptr;
@@ -239,17 +238,17 @@ void Execution::receive(const Frame& frame, Sends sends) {
 
 // Notes a part that arrives in the arena. Addends of the same part are added by one launch, if they
 // lie evenly there, and belong to one sum.
-void Execution::note(const Chunk& part, std::size_t at) {
+void GpuExecution::note(const Chunk& part, std::size_t at) {
   const bool adds = part.landing == schedule::Landing::kReduce;
-  const auto before = std::find_if(arrived_.rbegin(), arrived_.rend(), [&](const Landing& each) {
-    return same_elements(*each.part, part);
-  });
+  const auto before =
+      std::find_if(arrived_.rbegin(), arrived_.rend(),
+                   [&](const ArrivedChunk& each) { return same_elements(*each.part, part); });
   if (before == arrived_.rend()) return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
   const auto count = static_cast<std::size_t>(before->addends);
   if (count == 1) before->stride = at - before->at;
   if (!adds || count == 0 || part.wide.begins || at != before->at + count * before->stride) {
     if (count == 1) before->stride = 0;
-    in_turn_ = true;
+    one_by_one_ = true;
     return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
   }
   before->last = &part;
@@ -257,37 +256,37 @@ void Execution::note(const Chunk& part, std::size_t at) {
 }
 
 // Returns the one landing of a part that an encoder can add; null if there is none.
-Execution::Landing* Execution::pending(const Chunk& part) {
-  if (pending_in_turn_) return nullptr;
+GpuExecution::ArrivedChunk* GpuExecution::pending(const Chunk& part) {
+  if (pending_one_by_one_) return nullptr;
   const auto found = std::ranges::find_if(
-      pending_, [&](const Landing& each) { return same_elements(*each.part, part); });
+      pending_, [&](const ArrivedChunk& each) { return same_elements(*each.part, part); });
   return found == pending_.end() || found->addends == 0 ? nullptr : &*found;
 }
 
 // Lands what the round before has brought, as far as no encoder has added it. `averages`: all of it
 // is this rank's result.
-void Execution::land_pending(Sends sends, bool averages) {
-  for (Landing& each : pending_) {
+void GpuExecution::land_pending(Sends sends, bool averages) {
+  for (ArrivedChunk& each : pending_) {
     if (std::exchange(each.taken, true)) continue;
     const bool finishes = averages || (averages_with_folds() && is_finished(*each.part, sends));
     land(each, finishes);
-    if (pending_in_turn_) start_landing();
+    if (pending_one_by_one_) start_landing();
   }
   start_landing();
 }
 
-void Execution::land(const Landing& landing, bool averages) {
+void GpuExecution::land(const ArrivedChunk& landing, bool averages) {
   const bool wide = is_wide(*landing.part);
   if (wide && !(landing.part->wide.begins && landing.last->wide.ends)) return fold_wide(landing);
   if (wide) averages = landing.last->wide.averages;
   const Launch launch{landing.stride, landing.addends, averages};
-  if (!(runs_.empty() && folds_.empty()) && launch != launch_) start_landing();
+  if (!(spans_.empty() && folds_.empty()) && launch != launch_) start_landing();
   launch_ = launch;
   std::size_t at = landing.at;
   for (const Span& piece : call_.plan->spans(*landing.part)) {
     if (lossy()) {
-      runs_.push_back(run_of(call_, piece));
-      runs_.back().payload = at;
+      spans_.push_back(span_of(call_, piece));
+      spans_.back().payload = at;
       at += call_.codec->payload_bytes(piece.count);
       continue;
     }
@@ -299,17 +298,17 @@ void Execution::land(const Landing& landing, bool averages) {
   }
 }
 
-void Execution::start_landing() {
+void GpuExecution::start_landing() {
   fold(launch_);
-  if (runs_.empty()) return;
+  if (spans_.empty()) return;
   const Decoding how{.payloads = launch_.payloads(arena_.data()), .adds = true};
-  call_.codec->decode(runs_, how, call_.flags, stream_);
-  runs_.clear();
+  call_.codec->decode(spans_, how, call_.flags, stream_);
+  spans_.clear();
 }
 
 // Folds 16-bit floats in float32, where other addends come in other rounds. The sum is rounded with
 // the last one.
-void Execution::fold_wide(const Landing& landing) {
+void GpuExecution::fold_wide(const ArrivedChunk& landing) {
   start_landing();
   const exec::Plan& plan = *call_.plan;
   const WideFold &first = landing.part->wide, &last = landing.last->wide;
@@ -317,25 +316,26 @@ void Execution::fold_wide(const Landing& landing) {
     const bool begins = j == 0 && first.begins, ends = j + 1 == landing.addends && last.ends;
     float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(first);
     std::size_t at = landing.at + static_cast<std::size_t>(j) * landing.stride;
-    wide_runs_.clear();
+    wide_spans_.clear();
     for (const Span& piece : plan.spans(*landing.part)) {
-      wide_runs_.push_back({begins ? address(piece) : nullptr, sum, ends ? address(piece) : nullptr,
-                            piece.count, at});
+      wide_spans_.push_back({begins ? address(piece) : nullptr, sum,
+                             ends ? address(piece) : nullptr, piece.count, at});
       sum += piece.count;
       at += bytes_of(piece);
     }
-    check(api_,
-          api_.fold_wide_runs(static_cast<int>(plan.spec().dtype), static_cast<int>(plan.spec().op),
-                              wide_runs_.data(), static_cast<int>(wide_runs_.size()), arena_.data(),
-                              ends && last.averages ? plan.divisor() : 1, stream_),
-          "folding");
+    check(
+        api_,
+        api_.fold_wide_spans(static_cast<int>(plan.spec().dtype), static_cast<int>(plan.spec().op),
+                             wide_spans_.data(), static_cast<int>(wide_spans_.size()),
+                             arena_.data(), ends && last.averages ? plan.divisor() : 1, stream_),
+        "folding");
   }
 }
 
 // ---- Finishing ---------------------------------------------------------------------------------
 
 // Averages finished sums to which nothing was added in the round before.
-void Execution::average(Sends sends) {
+void GpuExecution::average(Sends sends) {
   for (const Frame& frame : sends)
     for (const Chunk& part : call_.plan->chunks(frame))
       if (part.completes_sum && !(averages_with_folds() && pending(part) != nullptr))
@@ -345,35 +345,35 @@ void Execution::average(Sends sends) {
 }
 
 // Decodes the finished payloads, all of which are in the store by now.
-void Execution::decode_results() {
-  runs_.clear();
+void GpuExecution::decode_results() {
+  spans_.clear();
   for (const Chunk* part : results_) {
     std::size_t at = store_places_[part->spans.first];
     for (const Span& piece : call_.plan->spans(*part)) {
-      runs_.push_back(run_of(call_, piece));
-      runs_.back().payload = at;
+      spans_.push_back(span_of(call_, piece));
+      spans_.back().payload = at;
       at += call_.codec->payload_bytes(piece.count);
     }
   }
-  if (runs_.empty()) return;
+  if (spans_.empty()) return;
   const Decoding how{.payloads = {store_.data(), 0, 1},
                      .factor = static_cast<float>(1.0 / call_.plan->divisor())};
-  call_.codec->decode(runs_, how, call_.flags, stream_);
-  runs_.clear();
+  call_.codec->decode(spans_, how, call_.flags, stream_);
+  spans_.clear();
 }
 
 // Finishes results that only this rank has, and never encoded: all of the residual is delivered.
-void Execution::finish_here(bool is_averaged) {
+void GpuExecution::finish_here(bool is_averaged) {
   const std::vector<Span>& pieces = call_.plan->finished_here();
   if (pieces.empty()) return;
   if (lossy()) {
-    for (const Span& piece : pieces) runs_.push_back(run_of(call_, piece));
-    const int count = static_cast<int>(runs_.size());
-    check(api_, api_.deliver_runs(runs_.data(), count, stream_), "delivering");
+    for (const Span& piece : pieces) spans_.push_back(span_of(call_, piece));
+    const int count = static_cast<int>(spans_.size());
+    check(api_, api_.deliver_spans(spans_.data(), count, stream_), "delivering");
     check(api_,
-          api_.mark_runs(runs_.data(), count, call_.plan->codec().block(), call_.flags, stream_),
+          api_.mark_spans(spans_.data(), count, call_.plan->codec().block(), call_.flags, stream_),
           "marking");
-    runs_.clear();
+    spans_.clear();
   }
   if (is_averaged || call_.plan->divisor() == 1) return;
   for (const Span& piece : pieces)
@@ -381,27 +381,27 @@ void Execution::finish_here(bool is_averaged) {
   fold({0, 0, true});
 }
 
-// Folds, averages or, with neither, copies the runs that were put together.
-void Execution::fold(const Launch& launch) {
+// Folds, averages or, with neither, copies the spans that were put together.
+void GpuExecution::fold(const Launch& launch) {
   if (folds_.empty()) return;
   const OpSpec& spec = call_.plan->spec();
   const bool copies = launch.addends == 0 && !launch.finishes;
   check(api_,
-        api_.fold_runs(static_cast<int>(copies ? DType::kUInt8 : spec.dtype),
-                       static_cast<int>(copies ? ReduceOp::kSum : spec.op), folds_.data(),
-                       static_cast<int>(folds_.size()), launch.payloads(arena_.data()),
-                       launch.finishes ? call_.plan->divisor() : 1, stream_),
+        api_.fold_spans(static_cast<int>(copies ? DType::kUInt8 : spec.dtype),
+                        static_cast<int>(copies ? ReduceOp::kSum : spec.op), folds_.data(),
+                        static_cast<int>(folds_.size()), launch.payloads(arena_.data()),
+                        launch.finishes ? call_.plan->divisor() : 1, stream_),
         "folding");
   folds_.clear();
 }
 
 // Returns whether the pieces that arrived last are all of those that this rank finishes for itself.
-bool Execution::are_finished_here() const {
+bool GpuExecution::are_finished_here() const {
   const std::vector<Span>& finished = call_.plan->finished_here();
   if (finished.empty() || !averages_with_folds()) return false;
   const auto key = [](const Span& piece) { return std::tuple(piece.array, piece.offset); };
   std::vector<Span> landed;
-  for (const Landing& each : pending_) {
+  for (const ArrivedChunk& each : pending_) {
     const auto pieces = call_.plan->spans(*each.part);
     if (each.addends == 0 || is_wide(*each.part)) return false;
     landed.insert(landed.end(), pieces.begin(), pieces.end());
@@ -414,13 +414,13 @@ bool Execution::are_finished_here() const {
 
 // Returns whether an average is part of the fold that stands last. Sums of 16-bit floats that are
 // rounded alone are rounded anew when they are averaged, as on CPUs.
-bool Execution::averages_with_folds() const {
-  return !lossy() && !pending_in_turn_ && call_.plan->divisor() > 1 &&
+bool GpuExecution::averages_with_folds() const {
+  return !lossy() && !pending_one_by_one_ && call_.plan->divisor() > 1 &&
          codec::wide_kernels(call_.plan->spec().dtype, call_.plan->spec().op) == nullptr;
 }
 
 // Returns whether this rank finishes a pending part's sum when it sends that in this round.
-bool Execution::is_finished(const Chunk& part, Sends sends) {
+bool GpuExecution::is_finished(const Chunk& part, Sends sends) {
   if (pending(part) == nullptr) return false;
   for (const Frame& frame : sends)
     for (const Chunk& sent : call_.plan->chunks(frame))
@@ -429,7 +429,7 @@ bool Execution::is_finished(const Chunk& part, Sends sends) {
 }
 
 // Returns whether elements of the frame are also sent in this round, as they were before it.
-bool Execution::is_sent(const Frame& frame, Sends sends) const {
+bool GpuExecution::is_sent(const Frame& frame, Sends sends) const {
   for (const Chunk& part : call_.plan->chunks(frame))
     for (const Frame& each : sends)
       for (const Chunk& sent : call_.plan->chunks(each))
@@ -437,7 +437,7 @@ bool Execution::is_sent(const Frame& frame, Sends sends) const {
   return false;
 }
 
-bool Execution::is_copied(const Frame& frame) const {
+bool GpuExecution::is_copied(const Frame& frame) const {
   return std::ranges::all_of(call_.plan->chunks(frame), [](const Chunk& part) {
     return part.landing == schedule::Landing::kCopy;
   });
@@ -445,7 +445,7 @@ bool Execution::is_copied(const Frame& frame) const {
 
 // Returns where all of a frame's bytes lie end to end, in the caller's arrays or, lossy, in the
 // store; null if they do not.
-std::byte* Execution::range_of(const Frame& frame) const {
+std::byte* GpuExecution::range_of(const Frame& frame) const {
   std::byte *begin = nullptr, *end = nullptr;
   const auto joins = [&](std::byte* at, std::size_t bytes) {
     if (begin == nullptr) begin = end = at;
@@ -467,20 +467,20 @@ std::byte* Execution::range_of(const Frame& frame) const {
   return begin;
 }
 
-std::size_t Execution::payload_bytes(const Chunk& part) const {
+std::size_t GpuExecution::payload_bytes(const Chunk& part) const {
   std::size_t bytes = 0;
   for (const Span& piece : call_.plan->spans(part))
     bytes += lossy() ? call_.codec->payload_bytes(piece.count) : bytes_of(piece);
   return bytes;
 }
 
-std::size_t Execution::frame_bytes(const Frame& frame) const {
+std::size_t GpuExecution::frame_bytes(const Frame& frame) const {
   std::size_t bytes = 0;
   for (const Chunk& part : call_.plan->chunks(frame)) bytes += payload_bytes(part);
   return bytes;
 }
 
-std::span<const Slotted> Execution::layout_of(const Frame& frame) {
+std::span<const Slotted> GpuExecution::layout_of(const Frame& frame) {
   layout_.clear();
   const bool slotted = lossy() && call_.codec->slot_bytes() > 0;
   if (!slotted && call_.layout.empty()) return layout_;
@@ -494,32 +494,32 @@ std::span<const Slotted> Execution::layout_of(const Frame& frame) {
   return layout_;
 }
 
-std::size_t Execution::take(std::size_t bytes) {
+std::size_t GpuExecution::take(std::size_t bytes) {
   const std::size_t at = used_;
   used_ += aligned(bytes);
   return at;
 }
 
-std::size_t Execution::bytes_of(const Span& piece) const {
+std::size_t GpuExecution::bytes_of(const Span& piece) const {
   return piece.count * size_of(call_.plan->spec().dtype);
 }
 
-std::byte* Execution::address(const Span& piece) const {
+std::byte* GpuExecution::address(const Span& piece) const {
   return call_.extents[piece.array] + piece.offset * size_of(call_.plan->spec().dtype);
 }
 
-Run run_of(const Execution::Call& call, const Span& piece) {
-  Run run;
-  run.x = run.y = reinterpret_cast<float*>(call.extents[piece.array]) + piece.offset;
-  run.n = piece.count;
-  if (call.extent_feedback.empty()) return run;
+GpuSpan span_of(const GpuExecution::GpuCall& call, const Span& piece) {
+  GpuSpan span;
+  span.x = span.y = reinterpret_cast<float*>(call.extents[piece.array]) + piece.offset;
+  span.n = piece.count;
+  if (call.extent_feedback.empty()) return span;
   const ExtentFeedback& of = call.extent_feedback[piece.array];
-  run.run_feedback = of.run_feedback;
-  for (float*& each : run.run_feedback.residual)
+  span.span_feedback = of.span_feedback;
+  for (float*& each : span.span_feedback.residual)
     if (each != nullptr) each += piece.offset;
-  run.call = of.call;
-  run.element = of.element + piece.offset;
-  return run;
+  span.call = of.call;
+  span.element = of.element + piece.offset;
+  return span;
 }
 
 }  // namespace gradwire::cuda

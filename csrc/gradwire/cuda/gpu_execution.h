@@ -1,7 +1,6 @@
-// Execution on a GPU, which reads a Plan as the CPU's does (exec/plan/plan.h). Each round is one
-// group of messages, one for each frame, and few kernels, each over all pieces of the round. All of
-// it is enqueued on one stream. Nothing here waits, and nothing is allocated unless a plan needs
-// more room than any before.
+// GpuExecution: enqueues a plan (exec/plan/plan.h) on a stream. Each round is one group of
+// messages, one for each frame, and few kernels, each over all spans of the round. It never waits,
+// and allocates only if a plan needs more room than any before.
 //
 //   round:  land what the round before brought · encode what is sent · one group of messages
 //
@@ -23,27 +22,27 @@ namespace gradwire::cuda {
 
 // The error feedback of an extent, for lossy codecs.
 struct ExtentFeedback {
-  RunFeedback run_feedback{};  // at its first element
-  std::uint64_t call = 0;      // for Int8Rounding
-  std::uint64_t element = 0;   // index of its first element in its key
+  SpanFeedback span_feedback{};  // at its first element
+  std::uint64_t call = 0;        // for Int8Rounding
+  std::uint64_t element = 0;     // index of its first element in its key
 };
 
-class Execution {
+class GpuExecution {
  public:
-  struct Call {
+  struct GpuCall {
     const exec::Plan* plan = nullptr;
     std::span<std::byte* const> extents;              // in device memory
-    const Codec* codec = nullptr;                     // null where the plan is not lossy
+    const GpuCodec* codec = nullptr;                  // null where the plan is not lossy
     std::span<const ExtentFeedback> extent_feedback;  // lossy: one per extent
     std::byte* scratch = nullptr;                     // the codec's
     std::uint32_t* flags = nullptr;                   // lossy: the call's
-    std::span<const Slotted> layout;  // plain: the layout of every block, which is a payload
+    std::span<const Slotted> layout;  // plain: of each block that is gathered, if it is a payload
   };
 
-  explicit Execution(const Api& api) : api_(api), arena_(api), store_(api), wide_(api) {}
+  explicit GpuExecution(const Api& api) : api_(api), arena_(api), store_(api), wide_(api) {}
 
   // Throws what the messages throw; then the results are undefined.
-  void run(const Call& call, Messages& messages, const CallStream& stream);
+  void run(const GpuCall& call, Messages& messages, const CallStream& stream);
   // Returns how many bytes were posted so far; slots count whole.
   std::uint64_t sent() const noexcept { return sent_; }
 
@@ -51,23 +50,23 @@ class Execution {
   using Sends = std::span<const exec::SendFrame>;
   using Receives = std::span<const exec::ReceiveFrame>;
 
-  // A part that has arrived and is not landed yet: `addends` messages of it, `stride` bytes apart
-  // in the arena, which are added one after the other; or, with 0 addends, one that is copied.
-  struct Landing {
+  // A chunk that has arrived in the arena and is not landed yet: `addends` of it, `stride` bytes
+  // apart, which are added one after the other; or, with 0 addends, one that is copied.
+  struct ArrivedChunk {
     const exec::Chunk* part = nullptr;
     const exec::Chunk* last = nullptr;  // of the last addend
-    std::size_t at = 0;                 // bytes: where the first message of it lies in the arena
+    std::size_t at = 0;                // bytes: where the first message of it lies in the arena
     std::size_t stride = 0;
     int addends = 0;
     bool taken = false;  // an encoder has added it, or it is landed
   };
-  // What is alike in all runs of one launch.
+  // What is alike in all spans of one launch.
   struct Launch {
     std::size_t stride = 0;
     int addends = 0;
     bool finishes = false;
     bool operator==(const Launch&) const = default;
-    Payloads payloads(const std::byte* arena) const {
+    GpuPayloads payloads(const std::byte* arena) const {
       return {arena, static_cast<std::int64_t>(stride), addends};
     }
   };
@@ -89,10 +88,10 @@ class Execution {
 
   void receive(const exec::Frame& frame, Sends sends);
   void note(const exec::Chunk& part, std::size_t at);
-  Landing* pending(const exec::Chunk& part);
+  ArrivedChunk* pending(const exec::Chunk& part);
   void land_pending(Sends sends, bool averages);
-  void land(const Landing& landing, bool averages);
-  void fold_wide(const Landing& landing);
+  void land(const ArrivedChunk& landing, bool averages);
+  void fold_wide(const ArrivedChunk& landing);
   void start_landing();
 
   void average(Sends sends);
@@ -115,7 +114,7 @@ class Execution {
 
   const Api& api_;
   Room arena_, store_, wide_;
-  Call call_;
+  GpuCall call_;
   Messages* messages_ = nullptr;
   CallStream stream_;
   // The arena has two halves, which rounds take in turn, since what a round brings is landed in the
@@ -123,19 +122,19 @@ class Execution {
   std::size_t half_bytes_ = 0, used_ = 0;
   bool second_half_ = false;
   std::uint64_t sent_ = 0;
-  std::vector<std::size_t> store_places_;           // of finished parts, by their first piece
-  std::vector<const std::byte*> outgoing_;          // where the message of each send lies
-  std::vector<Landing> arrived_, pending_;          // in this round, and in the one before
-  bool in_turn_ = false, pending_in_turn_ = false;  // whether their landings are one by one
-  std::vector<const exec::Chunk*> results_;         // in the store; they are decoded at the end
-  Launch launch_;                                   // that is being put together
-  std::vector<Run> runs_;
-  std::vector<FoldRun> folds_;
-  std::vector<WideRun> wide_runs_;
+  std::vector<std::size_t> store_places_;                 // of finished parts, by their first piece
+  std::vector<const std::byte*> outgoing_;                // where the message of each send lies
+  std::vector<ArrivedChunk> arrived_, pending_;           // in this round, and in the one before
+  bool one_by_one_ = false, pending_one_by_one_ = false;  // whether their landings are one by one
+  std::vector<const exec::Chunk*> results_;  // in the store; they are decoded at the end
+  Launch launch_;                           // that is being put together
+  std::vector<GpuSpan> spans_;
+  std::vector<FoldSpan> folds_;
+  std::vector<WideSpan> wide_spans_;
   std::vector<Slotted> layout_;
 };
 
-// Returns the run of a piece of a lossy call, without its places in messages.
-Run run_of(const Execution::Call& call, const exec::Span& piece);
+// Returns the span of a piece of a lossy call, without its places in messages.
+GpuSpan span_of(const GpuExecution::GpuCall& call, const exec::Span& piece);
 
 }  // namespace gradwire::cuda

@@ -51,7 +51,7 @@ std::string text_of(const exec::Request& request, const std::vector<std::uint64_
 }  // namespace
 
 // Which of the oldest calls have reached the device, and have ended there.
-struct GpuFaultMonitor::Question {
+struct GpuFaultMonitor::EventQuery {
   std::vector<Event> ends;  // null: of a captured call, which has none
   Event start = nullptr;    // of the first one; null: it has none
   bool knows_start = false;
@@ -70,7 +70,7 @@ struct GpuFaultMonitor::Question {
   }
 };
 
-GpuFaultMonitor::GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow,
+GpuFaultMonitor::GpuFaultMonitor(GpuCommunicator& gpu, exec::Communicator& shadow,
                                  exec::Communicator& users)
     : gpu_(gpu),
       shadow_(shadow),
@@ -124,7 +124,7 @@ void GpuFaultMonitor::fail_with_root_cause() {
   }
 }
 
-void GpuFaultMonitor::run(exec::Request request, Feedback* feedback, Stream stream) {
+void GpuFaultMonitor::run(exec::Request request, GpuFeedback* feedback, Stream stream) {
   const OnDevice here(gpu_.api(), gpu_.device());
   const std::lock_guard calling(calling_);
   require_alive();
@@ -154,7 +154,7 @@ void GpuFaultMonitor::run(exec::Request request, Feedback* feedback, Stream stre
 // nor connect to a peer for the first time; to find that out in the middle of a call would end the
 // communicator.
 void GpuFaultMonitor::require_made_before(const exec::Request& request, const std::string& text,
-                                          const Feedback* feedback, bool captured) {
+                                          const GpuFeedback* feedback, bool captured) {
   constexpr std::size_t kMost = 10000;  // later calls are not checked
   Fnv1a hash;
   hash.text(text).number(feedback == nullptr ? 0 : feedback->number());
@@ -337,7 +337,7 @@ void GpuFaultMonitor::check_running(std::unique_lock<std::mutex>& lock) {
 // stay for as long as they run.
 void GpuFaultMonitor::ask_device() {
   if (question_ != nullptr || running_.empty()) return;
-  auto question = std::make_shared<Question>();
+  auto question = std::make_shared<EventQuery>();
   const auto event = [](const auto& owned) { return owned ? owned->get() : nullptr; };
   const Running& front = running_.front();
   question->start = event(front.start);

@@ -32,7 +32,7 @@ class GpuFaultMonitor {
   static constexpr std::uint64_t kMostAhead = 4096;  // of another rank, in calls
 
   // All three must outlive it. Nobody else may make calls on `shadow`.
-  GpuFaultMonitor(Communicator& gpu, exec::Communicator& shadow, exec::Communicator& users);
+  GpuFaultMonitor(GpuCommunicator& gpu, exec::Communicator& shadow, exec::Communicator& users);
   // Does not wait: enqueued work goes on.
   ~GpuFaultMonitor();
   GpuFaultMonitor(const GpuFaultMonitor&) = delete;
@@ -41,9 +41,9 @@ class GpuFaultMonitor {
   // Makes the call and monitors it; calls of several threads are made one after the other. Waits
   // while this rank is kMostAhead calls ahead of another. The stream has `timeout` seconds to reach
   // the call, and as many again for the call itself. Throws the failure as soon as there is one,
-  // and what Communicator::run() throws; InvalidArgument for a call that is captured in a graph and
-  // was not made before.
-  void run(exec::Request request, Feedback* feedback, Stream stream);
+  // and what GpuCommunicator::run() throws; InvalidArgument for a call that is captured in a graph
+  // and was not made before.
+  void run(exec::Request request, GpuFeedback* feedback, Stream stream);
   void require_alive() const;
   // Throws the failure of the calls so far, whose streams the caller has waited for: only then are
   // their results of use. require_alive() may not know of it yet.
@@ -72,7 +72,7 @@ class GpuFaultMonitor {
   };
 
   void require_made_before(const exec::Request& request, const std::string& text,
-                           const Feedback* feedback, bool captured);
+                           const GpuFeedback* feedback, bool captured);
   void begin(const exec::Request& request, std::string text, bool captured);
   std::unique_ptr<OwnedEvent> take_event();
   void enqueue(const CallStream& stream);
@@ -91,7 +91,7 @@ class GpuFaultMonitor {
   [[noreturn]] void fail_with_root_cause();
   void fail(std::unique_lock<std::mutex>& lock, const std::exception_ptr& error) noexcept;
 
-  Communicator& gpu_;
+  GpuCommunicator& gpu_;
   exec::Communicator& shadow_;
   exec::Communicator& users_;
   std::mutex calling_;    // one call at a time; taken first
@@ -108,8 +108,8 @@ class GpuFaultMonitor {
   std::unordered_set<std::uint64_t> calls_made_;  // under calling_: digests of the calls so far
   // What the device was asked, by a thread of its own: a question may wait for a lock of the driver
   // that is free only once messages are aborted.
-  struct Question;
-  std::shared_ptr<Question> question_;  // null: none is under way
+  struct EventQuery;
+  std::shared_ptr<EventQuery> question_;  // null: none is under way
   CallThread asking_{"CUDA"};
   std::jthread thread_;
 };

@@ -40,7 +40,7 @@ bool are_all(const std::vector<float>& values, float value) {
 
 }  // namespace
 
-Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
+GpuFeedback::GpuFeedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
     : api_(api),
       host_(std::move(host)),
       step_room_(api),
@@ -54,27 +54,27 @@ Feedback::Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host)
 }
 
 // Waits for the device: releasing memory may not wait, and calls or graphs may still use it.
-Feedback::~Feedback() { await_device(api_); }
+GpuFeedback::~GpuFeedback() { await_device(api_); }
 
-float* Feedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
+float* GpuFeedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
   Room& room = owned.rooms.emplace_back(api_);
   auto* data = reinterpret_cast<float*>(room.take(std::max<std::size_t>(4 * count, 4)));
   check(api_, api_.fill(data, 0, 4 * count, stream), "cudaMemsetAsync");
   return data;
 }
 
-Feedback::OwnedKey& Feedback::make(const codec::KeyedExtent& extent, Stream stream) {
+GpuFeedback::OwnedKey& GpuFeedback::make(const codec::KeyedExtent& extent, Stream stream) {
   auto owned = std::make_unique<OwnedKey>();
-  Key& key = owned->key;
+  DeviceKey& key = owned->key;
   Room& room = owned->rooms.emplace_back(api_);
-  key.key_state = reinterpret_cast<KeyState*>(room.take(sizeof(KeyState)));
+  key.key_state = reinterpret_cast<GpuKeyState*>(room.take(sizeof(GpuKeyState)));
   key.count = extent.count;
   key.digest = Fnv1a().text(extent.key).digest();
   for (float*& each : key.residual) each = zeros(*owned, extent.count, stream);
   return *keys_.emplace(extent.key, std::move(owned)).first->second;
 }
 
-void Feedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) {
+void GpuFeedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) {
   if (owned.key.remembered >= count) return;
   for (float*& each : owned.key.memory) {
     float* const before = each;
@@ -85,8 +85,8 @@ void Feedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) 
   owned.key.remembered = count;
 }
 
-void Feedback::remember(const Table& table, std::span<const std::uint64_t> counts,
-                        const CallStream& stream) {
+void GpuFeedback::remember(const KeyTable& table, std::span<const std::uint64_t> counts,
+                           const CallStream& stream) {
   for (auto& [name, owned] : keys_)
     for (std::size_t i = 0; i < counts.size(); ++i) {
       if (table.keys[i] != &owned->key || owned->key.remembered >= counts[i]) continue;
@@ -95,7 +95,7 @@ void Feedback::remember(const Table& table, std::span<const std::uint64_t> count
     }
 }
 
-Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stream) {
+GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedExtent& extent, Stream stream) {
   const auto found = keys_.find(extent.key);
   if (found != keys_.end()) return *found->second;
   const auto start = host_->take(extent.key);
@@ -105,8 +105,8 @@ Feedback::OwnedKey& Feedback::find(const codec::KeyedExtent& extent, Stream stre
   return owned;
 }
 
-const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extents,
-                                      const CallStream& stream) {
+const GpuFeedback::KeyTable& GpuFeedback::open(std::span<const codec::KeyedExtent> extents,
+                                               const CallStream& stream) {
   names_.clear();
   for (const auto& each : extents) names_.push_back(each.key);
   auto found = tables_.find(names_);
@@ -120,38 +120,38 @@ const Feedback::Table& Feedback::open(std::span<const codec::KeyedExtent> extent
     evict_tables();
     found = tables_.emplace(names_, make_table(stream)).first;
   }
-  const Table& table = found->second->table;
+  const KeyTable& table = found->second->table;
   check(api_, api_.open(table.key_states, table.keys.size(), stream), "opening residuals");
   return table;
 }
 
 // Releases tables where there are many, as of keys that change with each call. Graphs keep theirs.
-void Feedback::evict_tables() {
+void GpuFeedback::evict_tables() {
   if (tables_.size() < kMostTables || was_captured_) return;
   await_device(api_);  // calls under way use them
   std::erase_if(tables_, [this](const auto& each) {
     return std::ranges::none_of(
-        of_step_, [&](const Settled& its) { return its.table == &each.second->table; });
+        of_step_, [&](const SettledCall& its) { return its.table == &each.second->table; });
   });
 }
 
-std::unique_ptr<Feedback::OwnedTable> Feedback::make_table(Stream stream) {
+std::unique_ptr<GpuFeedback::OwnedTable> GpuFeedback::make_table(Stream stream) {
   auto made = std::make_unique<OwnedTable>(OwnedTable{{}, Room(api_)});
-  std::vector<KeyState*> key_states;
+  std::vector<GpuKeyState*> key_states;
   for (const std::string& name : names_) {
     made->table.keys.push_back(&keys_.at(name)->key);
     key_states.push_back(made->table.keys.back()->key_state);
   }
-  const std::size_t bytes = key_states.size() * sizeof(KeyState*);
-  std::byte* room = made->key_states.take(std::max(bytes, sizeof(KeyState*)));
+  const std::size_t bytes = key_states.size() * sizeof(GpuKeyState*);
+  std::byte* room = made->key_states.take(std::max(bytes, sizeof(GpuKeyState*)));
   check(api_, api_.copy(room, key_states.data(), bytes, CopyKind::kToDevice, stream),
         "cudaMemcpyAsync");
   check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
-  made->table.key_states = reinterpret_cast<KeyState* const*>(room);
+  made->table.key_states = reinterpret_cast<GpuKeyState* const*>(room);
   return made;
 }
 
-void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
+void GpuFeedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
   check_keys(extents);
   std::optional<std::vector<codec::KeyedExtent>> of_host;
   for (const auto& each : extents) {
@@ -165,24 +165,24 @@ void Feedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
   }
 }
 
-void Feedback::begin_step() {
+void GpuFeedback::begin_step() {
   if (in_step_) throw InvalidArgument("error feedback: end the step before you begin another");
   in_step_ = is_fresh_ = true;
   of_step_.clear();
 }
 
 // Clears the flags with the first call of a step, which is ordered after all calls before it.
-void Feedback::begin_flags(Stream stream) {
+void GpuFeedback::begin_flags(Stream stream) {
   if (!in_step_ || !is_fresh_) return;
   check(api_, api_.fill(step_flags_, 0, sizeof *step_flags_, stream), "cudaMemsetAsync");
   is_fresh_ = false;
 }
 
-void Feedback::end_step(bool keep, Stream stream) {
+void GpuFeedback::end_step(bool keep, Stream stream) {
   if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
   in_step_ = false;
   if (!keep) return;
-  for (const Settled& each : of_step_)
+  for (const SettledCall& each : of_step_)
     check(api_,
           api_.settle(each.table->key_states, each.table->keys.size(), each.remembers, step_flags_,
                       stream),
@@ -190,12 +190,12 @@ void Feedback::end_step(bool keep, Stream stream) {
   if (capture_of(api_, stream) == 0) note_end(stream);
 }
 
-void Feedback::note_end(Stream stream) {
+void GpuFeedback::note_end(Stream stream) {
   check(api_, api_.record(ended_.get(), stream), "cudaEventRecord");
   has_ended_ = true;
 }
 
-bool Feedback::scale(double factor, const float* now, Stream after) {
+bool GpuFeedback::scale(double factor, const float* now, Stream after) {
   if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
   if (was_captured_) return false;
   const Stream stream = copies_.get();
@@ -204,11 +204,11 @@ bool Feedback::scale(double factor, const float* now, Stream after) {
     check(api_, api_.record(scaled_.get(), after), "cudaEventRecord");
     check(api_, api_.wait(stream, scaled_.get()), "cudaStreamWaitEvent");
   }
-  std::vector<Run> runs;
+  std::vector<GpuSpan> spans;
   for (const auto& [name, owned] : keys_)
-    runs.push_back({.n = owned->key.count, .run_feedback = owned->key.run_feedback(0)});
+    spans.push_back({.n = owned->key.count, .span_feedback = owned->key.span_feedback(0)});
   check(api_,
-        api_.scale_residuals(runs.data(), static_cast<int>(runs.size()), factor, now, loss_scale_,
+        api_.scale_residuals(spans.data(), static_cast<int>(spans.size()), factor, now, loss_scale_,
                              stream),
         "scaling residuals");
   if (now != nullptr)
@@ -218,56 +218,56 @@ bool Feedback::scale(double factor, const float* now, Stream after) {
   return true;
 }
 
-void Feedback::set_loss_scale(float last) {
+void GpuFeedback::set_loss_scale(float last) {
   check(api_, api_.copy(loss_scale_, &last, sizeof last, CopyKind::kToDevice, copies_.get()),
         "cudaMemcpyAsync");
   check(api_, api_.synchronize(copies_.get()), "cudaStreamSynchronize");
 }
 
-void Feedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
+void GpuFeedback::require_finite(const float* x, std::uint64_t count, Stream stream) {
   begin_flags(stream);
   check(api_, api_.check_finite(x, count, step_flags_, stream), "looking for NaN");
 }
 
-void Feedback::copy_flags(std::uint32_t* to, Stream stream) {
+void GpuFeedback::copy_flags(std::uint32_t* to, Stream stream) {
   if (!in_step_) throw InvalidArgument("error feedback: no step was begun");
   begin_flags(stream);
   check(api_, api_.copy(to, step_flags_, sizeof *to, CopyKind::kOnDevice, stream),
         "cudaMemcpyAsync");
 }
 
-void Feedback::mask(std::span<const Masked> arrays, Stream stream) {
-  std::vector<Run> runs;
+void GpuFeedback::mask(std::span<const Masked> arrays, Stream stream) {
+  std::vector<GpuSpan> spans;
   for (const Masked& each : arrays) {
     const auto found = keys_.find(each.key);
     if (found == keys_.end()) {
       check(api_, api_.fill(each.data, 0, 4 * each.count, stream), "cudaMemsetAsync");
       continue;
     }
-    const Key& key = found->second->key;
+    const DeviceKey& key = found->second->key;
     check_length({each.key, each.count}, key.count);
-    runs.push_back({.y = each.data, .n = each.count, .run_feedback = key.run_feedback(0)});
+    spans.push_back({.y = each.data, .n = each.count, .span_feedback = key.span_feedback(0)});
   }
-  check(api_, api_.clear_sent(runs.data(), static_cast<int>(runs.size()), stream),
+  check(api_, api_.clear_sent(spans.data(), static_cast<int>(spans.size()), stream),
         "clearing what was sent");
 }
 
-void Feedback::settle(const Table& table, bool remembers, const std::uint32_t* flags,
-                      Stream stream) {
+void GpuFeedback::settle(const KeyTable& table, bool remembers, const std::uint32_t* flags,
+                         Stream stream) {
   if (in_step_) return of_step_.push_back({&table, remembers});
   check(api_, api_.settle(table.key_states, table.keys.size(), remembers, flags, stream),
         "settling residuals");
   if (!was_captured_) note_end(stream);
 }
 
-codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) const {
-  KeyState key_state;
+codec::ErrorFeedback::SavedKey GpuFeedback::read(const DeviceKey& key, Stream stream) const {
+  GpuKeyState key_state;
   const auto fetch = [&](void* to, const void* from, std::size_t bytes) {
     check(api_, api_.copy(to, from, bytes, CopyKind::kToHost, stream), "cudaMemcpyAsync");
     check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
   };
   fetch(&key_state, key.key_state, sizeof key_state);
-  const CodecState& codec_state = key_state.codec_state[key_state.which & 1U];
+  const GpuCodecState& codec_state = key_state.codec_state[key_state.which & 1U];
   codec::ErrorFeedback::SavedKey saved;
   saved.calls = key_state.calls;
   saved.codec_state.tau = codec_state.tau;
@@ -283,11 +283,11 @@ codec::ErrorFeedback::SavedKey Feedback::read(const Key& key, Stream stream) con
   return saved;
 }
 
-void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& saved,
-                     Stream stream) const {
-  KeyState key_state{};
+void GpuFeedback::write(const DeviceKey& key, const codec::ErrorFeedback::SavedKey& saved,
+                        Stream stream) const {
+  GpuKeyState key_state{};
   key_state.calls = saved.calls;
-  CodecState& codec_state = key_state.codec_state[0];
+  GpuCodecState& codec_state = key_state.codec_state[0];
   codec_state.tau = saved.codec_state.tau;
   codec_state.sent = saved.codec_state.sent;
   codec_state.largest = std::bit_cast<std::uint32_t>(saved.codec_state.largest);
@@ -308,7 +308,7 @@ void Feedback::write(const Key& key, const codec::ErrorFeedback::SavedKey& saved
   check(api_, api_.synchronize(stream), "cudaStreamSynchronize");
 }
 
-void Feedback::bring_home() {
+void GpuFeedback::bring_home() {
   if (in_step_) throw InvalidArgument("error feedback: a step is under way; end it first");
   check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
   for (const auto& [name, owned] : keys_) {
@@ -318,7 +318,7 @@ void Feedback::bring_home() {
   }
 }
 
-void Feedback::send_back() {
+void GpuFeedback::send_back() {
   check(api_, api_.synchronize_device(), "cudaDeviceSynchronize");
   for (const auto& [name, owned] : keys_) write(owned->key, host_->take(name), copies_.get());
 }

@@ -2,7 +2,7 @@
 // remember, in device memory, so that a call needs nothing of the host. The device decides by the
 // call's flags whether a call's residuals replace those before.
 //
-// Each key has two vectors; its KeyState says which one is current (cuda/api.h). One thread at a
+// Each key has two vectors; its GpuKeyState says which one is current (cuda/api.h). One thread at a
 // time uses it. Its calls follow each other in stream order; whoever changes streams orders them.
 #pragma once
 
@@ -19,35 +19,35 @@
 
 namespace gradwire::cuda {
 
-class Feedback {
+class GpuFeedback {
  public:
-  struct Key {
-    KeyState* key_state = nullptr;
+  struct DeviceKey {
+    GpuKeyState* key_state = nullptr;
     float* residual[2] = {nullptr, nullptr};
     std::uint64_t count = 0;  // elements
     float* memory[2] = {nullptr, nullptr};
     std::uint64_t remembered = 0;  // elements of memory
     std::uint64_t digest = 0;      // hash of the name, for Int8Rounding
 
-    RunFeedback run_feedback(std::uint64_t offset) const {
+    SpanFeedback span_feedback(std::uint64_t offset) const {
       return {{residual[0] + offset, residual[1] + offset}, key_state};
     }
   };
   static constexpr std::size_t kMostTables = 4096;
   // The keys of a call, in order.
-  struct Table {
-    std::vector<const Key*> keys;
-    KeyState* const* key_states = nullptr;  // in device memory
+  struct KeyTable {
+    std::vector<const DeviceKey*> keys;
+    GpuKeyState* const* key_states = nullptr;  // in device memory
   };
 
   // Works on this thread's device. A new key starts with what the host's error feedback holds for
   // it.
-  Feedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
-  ~Feedback();  // waits for the device
-  // Returns a number that no other Feedback of the process has, or had.
+  GpuFeedback(const Api& api, std::shared_ptr<codec::ErrorFeedback> host);
+  ~GpuFeedback();  // waits for the device
+  // Returns a number that no other GpuFeedback of the process has, or had.
   std::uint64_t number() const noexcept { return number_; }
-  Feedback(const Feedback&) = delete;
-  Feedback& operator=(const Feedback&) = delete;
+  GpuFeedback(const GpuFeedback&) = delete;
+  GpuFeedback& operator=(const GpuFeedback&) = delete;
 
   // Throws InvalidArgument for a key whose residual has another length, here or at the host's error
   // feedback, and for one that is given twice.
@@ -55,14 +55,13 @@ class Feedback {
   // Finds the keys of a call, for which require_fits() did not throw, and makes new ones. Throws
   // InvalidArgument for a new one in a call that is captured. A table stays valid until kMostTables
   // others were made, and then for as long as a step has it.
-  const Table& open(std::span<const codec::KeyedExtent> extents, const CallStream& stream);
+  const KeyTable& open(std::span<const codec::KeyedExtent> extents, const CallStream& stream);
   // Makes room for the memory of each key: `counts` elements.
-  void remember(const Table& table, std::span<const std::uint64_t> counts,
+  void remember(const KeyTable& table, std::span<const std::uint64_t> counts,
                 const CallStream& stream);
 
-  // Begin and end a step: either all residuals of the calls in between are kept, or none. They
-  // throw InvalidArgument where a step is, or is not, under way. The stream is that of the step's
-  // last call.
+  // Begin and end a step: the residuals of all calls in between are kept, or none. They throw
+  // InvalidArgument if a step is (or is not) under way. `stream` must be that of the last call.
   void begin_step();
   void end_step(bool keep, Stream stream);
   // Makes the step under way fail if x holds NaN or Inf: it is not kept then.
@@ -72,7 +71,7 @@ class Feedback {
   bool in_step() const noexcept { return in_step_; }
   // Ends a call, or joins it to the step under way. The flags decide whether it is kept; in a step,
   // the step's flags.
-  void settle(const Table& table, bool remembers, const std::uint32_t* flags, Stream stream);
+  void settle(const KeyTable& table, bool remembers, const std::uint32_t* flags, Stream stream);
   std::uint32_t* step_flags() const noexcept { return step_flags_; }
 
   // Multiplies all residuals, and what codecs have adapted to them, on the device: after the last
@@ -87,26 +86,26 @@ class Feedback {
     float* data;
     std::uint64_t count;
   };
-  // Sets to zero where the residual that was kept last is zero; for an unused key, all elements, as
-  // codec/feedback/feedback.h's mask(). The stream stands behind the last call.
+  // Sets the elements to zero whose residual is zero after the last call, as ErrorFeedback::mask()
+  // does; for an unused key, all of them. `stream` must be ordered behind the last call.
   void mask(std::span<const Masked> arrays, Stream stream);
 
-  // Sets what the loss scale was at the last such call; 0: unknown.
+  // Sets what the loss scale was at the last scale(); 0: unknown.
   void set_loss_scale(float last);
 
-  // bring_home() gives a copy of everything to the host's error feedback, for as long as that is
-  // read or changed; send_back() takes it back into the same memory, so that graphs stay valid.
-  // Both wait for the whole device, since calls and replays of graphs may be on any stream.
+  // bring_home() copies all keys to the host's error feedback, so that it can be read or changed
+  // there; send_back() copies them back to the same device memory, so that graphs stay valid. Both
+  // wait for the whole device, since calls and replays of graphs may be on any stream.
   void bring_home();
   void send_back();
 
  private:
   struct OwnedKey {
-    Key key;
+    DeviceKey key;
     std::vector<Room> rooms;
   };
   struct OwnedTable {
-    Table table;
+    KeyTable table;
     Room key_states;
   };
   void begin_flags(Stream stream);
@@ -117,8 +116,9 @@ class Feedback {
   void evict_tables();
   void make_memory(OwnedKey& owned, std::uint64_t count, Stream stream);
   float* zeros(OwnedKey& owned, std::uint64_t count, Stream stream);
-  codec::ErrorFeedback::SavedKey read(const Key& key, Stream stream) const;
-  void write(const Key& key, const codec::ErrorFeedback::SavedKey& saved, Stream stream) const;
+  codec::ErrorFeedback::SavedKey read(const DeviceKey& key, Stream stream) const;
+  void write(const DeviceKey& key, const codec::ErrorFeedback::SavedKey& saved,
+             Stream stream) const;
 
   static std::uint64_t next_number() noexcept {
     static std::atomic<std::uint64_t> last = 0;
@@ -142,11 +142,11 @@ class Feedback {
   OwnedEvent scaled_;  // when a loss scale is there
   Room loss_scale_room_;
   float* loss_scale_ = nullptr;  // as scale() last saw it
-  struct Settled {
-    const Table* table;
+  struct SettledCall {
+    const KeyTable* table;
     bool remembers;
   };
-  std::vector<Settled> of_step_;
+  std::vector<SettledCall> of_step_;
 };
 
 }  // namespace gradwire::cuda

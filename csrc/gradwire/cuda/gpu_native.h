@@ -16,7 +16,8 @@ class NativeCall {
  public:
   NativeCall(const Api& api, Messages& messages) : api_(api), messages_(messages), scratch_(api) {}
 
-  // Enqueues a call; `in_place`: its inputs are in the outputs already.
+  // Enqueues a call. `in_place`: the inputs have been copied to the outputs. Throws what the
+  // messages throw.
   void run(const exec::Request& request, bool in_place, const CallStream& stream);
   // Bytes that this rank's calls would have sent in rings; what NCCL sent is not known.
   std::uint64_t sent() const noexcept { return sent_; }

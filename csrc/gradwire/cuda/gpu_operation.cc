@@ -2,7 +2,7 @@
 
 namespace gradwire::cuda {
 
-void Operation::bind(const exec::Request& request, const CallStream& stream) {
+void GpuOperation::bind(const exec::Request& request, const CallStream& stream) {
   stream_ = stream;
   plan_ = plans_.find(request, {});
   buffer_map_.make(request, *plan_,
@@ -10,8 +10,8 @@ void Operation::bind(const exec::Request& request, const CallStream& stream) {
   copy(buffer_map_.before());
 }
 
-void Operation::run(const Coding& coding, std::span<const Slotted> layout) {
-  Execution::Call call;
+void GpuOperation::run(const Coding& coding, std::span<const Slotted> layout) {
+  GpuExecution::GpuCall call;
   call.plan = plan_.get();
   call.extents = buffer_map_.arrays();
   call.codec = coding.codec;
@@ -27,24 +27,24 @@ void Operation::run(const Coding& coding, std::span<const Slotted> layout) {
   copy(buffer_map_.after());
 }
 
-void Operation::copy(const std::vector<exec::CopyStep>& steps) {
+void GpuOperation::copy(const std::vector<exec::CopyStep>& steps) {
   for (const exec::CopyStep& each : steps)
     check(api_, api_.copy(each.to, each.from, each.bytes, CopyKind::kOnDevice, stream_),
           "cudaMemcpyAsync");
 }
 
 // Adds the ranks' blocks, which lie end to end, in the order of the ranks, the same on all of them.
-void Operation::fold() {
+void GpuOperation::fold() {
   const OpSpec& spec = plan_->spec();
   const std::size_t element = size_of(spec.dtype), block = plan_->counts()[0] * element;
   const std::byte* first = buffer_map_.arrays()[0];
   for (const exec::Array& sum : buffer_map_.sums()) {
-    const FoldRun run{first, sum.data, sum.count, 0};
-    const Payloads others{first + block, static_cast<std::int64_t>(block),
-                          static_cast<int>(plan_->counts().size()) - 1};
+    const FoldSpan span{first, sum.data, sum.count, 0};
+    const GpuPayloads others{first + block, static_cast<std::int64_t>(block),
+                             static_cast<int>(plan_->counts().size()) - 1};
     check(api_,
-          api_.fold_runs(static_cast<int>(spec.dtype), static_cast<int>(spec.op), &run, 1, others,
-                         plan_->divisor(), stream_),
+          api_.fold_spans(static_cast<int>(spec.dtype), static_cast<int>(spec.op), &span, 1, others,
+                          plan_->divisor(), stream_),
           "folding");
     first += sum.count * element;
   }

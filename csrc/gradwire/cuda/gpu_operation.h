@@ -1,5 +1,6 @@
-// Operation: runs one schedule over one request's arrays in device memory, with the copies before
-// and after it. It is reused from call to call; enqueued work uses its memory in stream order.
+// GpuOperation: runs one schedule over one request's arrays in device memory, with the copies
+// before and after it. It is reused from call to call; enqueued work uses its memory in stream
+// order.
 #pragma once
 
 #include <memory>
@@ -12,17 +13,17 @@
 
 namespace gradwire::cuda {
 
-class Operation {
+class GpuOperation {
  public:
   // The codec of a lossy operation, and its arguments.
   struct Coding {
-    const Codec* codec = nullptr;
+    const GpuCodec* codec = nullptr;
     std::span<const ExtentFeedback> extent_feedback;
     std::byte* scratch = nullptr;
     std::uint32_t* flags = nullptr;
   };
 
-  Operation(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans)
+  GpuOperation(const Api& api, Rank rank, int size, Messages& messages, exec::PlanCache& plans)
       : api_(api),
         messages_(messages),
         plans_(plans),
@@ -53,7 +54,7 @@ class Operation {
   std::shared_ptr<const exec::Plan> plan_;
   exec::BufferMap buffer_map_;
   Room scratch_;
-  Execution execution_;
+  GpuExecution execution_;
   DirectExchange direct_;
 };
 

@@ -177,7 +177,7 @@ inline Case many_arrays(std::string_view codec, std::string_view algorithm, int 
   of.calls = 2;
   of.inputs.resize(static_cast<std::size_t>(p));
   of.outputs.resize(static_cast<std::size_t>(p));
-  for (std::size_t i = 0; i < kMostRuns + 5; ++i) {
+  for (std::size_t i = 0; i < kMostSpans + 5; ++i) {
     const std::size_t n = i == 7 ? 2500 : 1 + i * 13 % 70;
     for (Rank r = 0; r < p; ++r) {
       const auto me = static_cast<std::size_t>(r);

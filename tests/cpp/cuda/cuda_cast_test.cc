@@ -9,27 +9,27 @@ namespace gradwire::cuda {
 namespace {
 
 // Of one run each.
-Status cast_encode(Cast cast, const float* x, const RunFeedback& run_feedback, float scale,
+Status cast_encode(CastType cast, const float* x, const SpanFeedback& span_feedback, float scale,
                    std::byte* out, std::size_t n) {
-  const Run run{.x = x, .n = n, .run_feedback = run_feedback};
-  return api().cast_encode_runs(cast, scale, &run, 1, {.out = out}, nullptr, stream());
+  const GpuSpan run{.x = x, .n = n, .span_feedback = span_feedback};
+  return api().cast_encode_spans(cast, scale, &run, 1, {.out = out}, nullptr, stream());
 }
-Status cast_decode(Cast cast, const std::byte* in, float scale, float* y, std::size_t n, bool add,
-                   std::uint32_t* flags) {
-  const Run run{.y = y, .n = n};
-  return api().cast_decode_runs(cast, scale, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
-                                stream());
+Status cast_decode(CastType cast, const std::byte* in, float scale, float* y, std::size_t n,
+                   bool add, std::uint32_t* flags) {
+  const GpuSpan run{.y = y, .n = n};
+  return api().cast_decode_spans(cast, scale, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
+                                 stream());
 }
 
 struct Case {
   const char* name;
-  Cast cast;
+  CastType cast;
   float scale;
 };
-constexpr Case kCases[] = {{"fp16", Cast::kFp16, 1},
-                           {"fp16:scale=1024", Cast::kFp16, 1024},
-                           {"fp16:scale=7.888609052210118e-31", Cast::kFp16, 0x1p-100F},
-                           {"bf16", Cast::kBf16, 1}};
+constexpr Case kCases[] = {{"fp16", CastType::kFp16, 1},
+                           {"fp16:scale=1024", CastType::kFp16, 1024},
+                           {"fp16:scale=7.888609052210118e-31", CastType::kFp16, 0x1p-100F},
+                           {"bf16", CastType::kBf16, 1}};
 
 constexpr std::size_t kLengths[] = {0, 1, 2, 7, 2047, 2048, 2049, 6151, 70001};
 
@@ -66,8 +66,8 @@ TEST_P(CudaCast, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift);
         const DeviceArray<std::uint16_t> out(halves(n), 0);
         const DeviceFeedback feedback(e, other, static_cast<std::uint32_t>(n % 2));
-        RUN(cast_encode(cast, in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, scale,
-                        reinterpret_cast<std::byte*>(out.data()), n));
+        RUN(cast_encode(cast, in.data(), fed_back ? feedback.span_feedback() : SpanFeedback{},
+                        scale, reinterpret_cast<std::byte*>(out.data()), n));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -119,8 +119,8 @@ INSTANTIATE_TEST_SUITE_P(Casts, CudaCast, testing::ValuesIn(kCases),
                          [](const auto& each) { return "case" + std::to_string(each.index); });
 
 TEST(CudaCast, NothingIsEmpty) {
-  RUN(cast_encode(Cast::kFp16, nullptr, {}, 1, nullptr, 0));
-  RUN(cast_decode(Cast::kFp16, nullptr, 1, nullptr, 0, true, nullptr));
+  RUN(cast_encode(CastType::kFp16, nullptr, {}, 1, nullptr, 0));
+  RUN(cast_decode(CastType::kFp16, nullptr, 1, nullptr, 0, true, nullptr));
 }
 
 }  // namespace

@@ -218,7 +218,7 @@ std::atomic<int> blocks_in_use = 0;
 // Of keys that change with each call: only their residuals stay.
 TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
   constexpr std::size_t kKeys = 92;
-  static_assert(kKeys * (kKeys - 1) / 2 > Feedback::kMostTables);
+  static_assert(kKeys * (kKeys - 1) / 2 > GpuFeedback::kMostTables);
   Api api = simulated_api();
   api.allocate = [](void** address, std::size_t bytes) {
     ++blocks_in_use;
@@ -229,7 +229,7 @@ TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
     return simulated_api().release(address);
   };
   const OwnedStream stream(api);
-  Feedback feedback(api, std::make_shared<codec::ErrorFeedback>());
+  GpuFeedback feedback(api, std::make_shared<codec::ErrorFeedback>());
   int most = 0;
   for (std::size_t a = 0; a < kKeys; ++a)
     for (std::size_t b = 0; b < a; ++b) {
@@ -239,7 +239,7 @@ TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
       ASSERT_EQ(table.keys.size(), 2U);
       most = std::max(most, blocks_in_use.load());
     }
-  EXPECT_GT(most, static_cast<int>(Feedback::kMostTables));
+  EXPECT_GT(most, static_cast<int>(GpuFeedback::kMostTables));
   EXPECT_LT(blocks_in_use, 1000);
 }
 

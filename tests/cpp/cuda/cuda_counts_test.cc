@@ -108,7 +108,7 @@ class CountingMessages final : public Messages {
   void check() override { real_->check(); }
   void abort() noexcept override { real_->abort(); }
   bool rest() noexcept override { return real_->rest(); }
-  void tell_losses(std::uint32_t* word) override { real_->tell_losses(word); }
+  void set_loss_word(std::uint32_t* word) override { real_->set_loss_word(word); }
 
  private:
   static void count(int& messages) {
@@ -134,12 +134,12 @@ class CountedRanks {
       settings.size = size;
       settings.timeout_seconds = kTimeout;
       Gpu& gpu = of(rank);
-      gpu.communicator = std::make_unique<Communicator>(
-          counting_api(), Communicator::Setting{rank, size, {}, 0},
+      gpu.communicator = std::make_unique<GpuCommunicator>(
+          counting_api(), GpuIdentity{rank, size, {}, 0},
           std::make_unique<CountingMessages>(make_nccl_messages(Nccl::load(), id, settings)));
       gpu.stream = std::make_unique<OwnedStream>(simulated_api());
       gpu.host = std::make_shared<codec::ErrorFeedback>();
-      gpu.feedback = std::make_unique<Feedback>(counting_api(), gpu.host);
+      gpu.feedback = std::make_unique<GpuFeedback>(counting_api(), gpu.host);
       gpu.monitor =
           std::make_unique<GpuFaultMonitor>(*gpu.communicator, shadow_[rank], users_[rank]);
     });
@@ -210,8 +210,8 @@ class CountedRanks {
   struct Gpu {
     std::unique_ptr<OwnedStream> stream;
     std::shared_ptr<codec::ErrorFeedback> host;
-    std::unique_ptr<Feedback> feedback;
-    std::unique_ptr<Communicator> communicator;
+    std::unique_ptr<GpuFeedback> feedback;
+    std::unique_ptr<GpuCommunicator> communicator;
     std::unique_ptr<GpuFaultMonitor> monitor;
   };
   void rest(Rank rank) {

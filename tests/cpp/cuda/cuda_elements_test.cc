@@ -20,29 +20,29 @@ std::byte* bytes_at(void* data) { return static_cast<std::byte*>(data); }
 // y := x[0] (op) x[1] (op) …, where x[i] begins at x + i · stride bytes.
 Status fold_all(int dtype, int op, void* x, std::size_t stride, int count, void* y, int divisor,
                 std::size_t n) {
-  const FoldRun run{bytes_at(x), bytes_at(y), n, 0};
-  const Payloads addends{bytes_at(x) + stride, static_cast<std::int64_t>(stride), count - 1};
-  return api().fold_runs(dtype, op, &run, 1, addends, divisor, stream());
+  const FoldSpan run{bytes_at(x), bytes_at(y), n, 0};
+  const GpuPayloads addends{bytes_at(x) + stride, static_cast<std::int64_t>(stride), count - 1};
+  return api().fold_spans(dtype, op, &run, 1, addends, divisor, stream());
 }
 Status fold(int dtype, int op, void* acc, void* x, std::size_t n) {
-  const FoldRun run{bytes_at(acc), bytes_at(acc), n, 0};
-  return api().fold_runs(dtype, op, &run, 1, {bytes_at(x), 0, 1}, 1, stream());
+  const FoldSpan run{bytes_at(acc), bytes_at(acc), n, 0};
+  return api().fold_spans(dtype, op, &run, 1, {bytes_at(x), 0, 1}, 1, stream());
 }
 Status average(int dtype, void* x, int divisor, std::size_t n) {
   return fold_all(dtype, static_cast<int>(ReduceOp::kAvg), x, 0, 1, x, divisor, n);
 }
 Status fold_wide(int dtype, int op, void* own, float* sum, void* x, void* y, int divisor,
                  std::size_t n) {
-  const WideRun run{bytes_at(own), sum, bytes_at(y), n, 0};
-  return api().fold_wide_runs(dtype, op, &run, 1, bytes_at(x), divisor, stream());
+  const WideSpan run{bytes_at(own), sum, bytes_at(y), n, 0};
+  return api().fold_wide_spans(dtype, op, &run, 1, bytes_at(x), divisor, stream());
 }
-Status deliver(const RunFeedback& run_feedback, float* y, std::size_t n) {
-  const cuda::Run run{.x = y, .y = y, .n = n, .run_feedback = run_feedback};
-  return api().deliver_runs(&run, 1, stream());
+Status deliver(const SpanFeedback& span_feedback, float* y, std::size_t n) {
+  const cuda::GpuSpan run{.x = y, .y = y, .n = n, .span_feedback = span_feedback};
+  return api().deliver_spans(&run, 1, stream());
 }
 Status mark(float* y, std::size_t n, std::size_t unit, std::uint32_t* flags) {
-  const cuda::Run run{.y = y, .n = n};
-  return api().mark_runs(&run, 1, unit, flags, stream());
+  const cuda::GpuSpan run{.y = y, .n = n};
+  return api().mark_spans(&run, 1, unit, flags, stream());
 }
 
 class CudaElements : public testing::Test {
@@ -205,7 +205,7 @@ TEST_F(CudaElements, DeliversTheResidual) {
       codec::kernels().reduce[0][0](expected.data(), e.data(), n);
       const DeviceArray<float> y(x, which);
       const DeviceFeedback feedback(e, n % 2, which);
-      RUN(deliver(feedback.run_feedback(), y.data(), n));
+      RUN(deliver(feedback.span_feedback(), y.data(), n));
       ASSERT_TRUE(same(y.values(), expected)) << n;
       ASSERT_TRUE(same(feedback.before(), e));
       ASSERT_TRUE(same(feedback.after(), std::vector<float>(n, 0.0F)));
@@ -245,7 +245,7 @@ TEST_F(CudaElements, PoisonsWhereAFlagIsSet) {
       const std::vector<float> ones(70, 1);
       const DeviceArray<float> small(ones);
       const DeviceArray<std::uint32_t> flags({flag});
-      std::vector<cuda::Run> runs{{.y = y.data(), .n = n}, {}};
+      std::vector<cuda::GpuSpan> runs{{.y = y.data(), .n = n}, {}};
       for (std::size_t i = 0; i < 60; ++i) runs.push_back({.y = small.data() + i, .n = i % 2});
       RUN(api().poison(runs.data(), static_cast<int>(runs.size()), flags.data(), stream()));
       constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -257,8 +257,8 @@ TEST_F(CudaElements, PoisonsWhereAFlagIsSet) {
     }
 }
 
-KeyState key_state_of(std::uint32_t which) {
-  KeyState key_state{.which = which, .which_memory = 1, .calls = 5, .codec_state = {}};
+GpuKeyState key_state_of(std::uint32_t which) {
+  GpuKeyState key_state{.which = which, .which_memory = 1, .calls = 5, .codec_state = {}};
   key_state.codec_state[which] = {.tau = 2, .sent = 4, .largest = 5};
   key_state.codec_state[which ^ 1U] = {.tau = 6, .sent = 8, .largest = 9};
   return key_state;
@@ -269,15 +269,16 @@ TEST_F(CudaElements, KeysOpenAndSettle) {
     for (const std::uint32_t flag : {0U, 1U})
       for (const bool remembers : {false, true}) {
         const std::size_t count = which == 0 ? 3 : 700;
-        const DeviceArray<KeyState> key_states(std::vector<KeyState>(count, key_state_of(which)));
-        std::vector<KeyState*> pointers;
+        const DeviceArray<GpuKeyState> key_states(
+            std::vector<GpuKeyState>(count, key_state_of(which)));
+        std::vector<GpuKeyState*> pointers;
         for (std::size_t i = 0; i < count; ++i) pointers.push_back(key_states.data() + i);
-        const DeviceArray<KeyState*> list(pointers);
+        const DeviceArray<GpuKeyState*> list(pointers);
         const DeviceArray<std::uint32_t> flags({flag});
         RUN(api().open(list.data(), count, stream()));
-        for (const KeyState& each : key_states.values()) {
-          const CodecState& last = each.codec_state[which];
-          const CodecState& open = each.codec_state[which ^ 1U];
+        for (const GpuKeyState& each : key_states.values()) {
+          const GpuCodecState& last = each.codec_state[which];
+          const GpuCodecState& open = each.codec_state[which ^ 1U];
           ASSERT_EQ(each.which, which);
           ASSERT_EQ(last.sent, 4U);
           ASSERT_EQ(open.tau, 2);
@@ -285,7 +286,7 @@ TEST_F(CudaElements, KeysOpenAndSettle) {
           ASSERT_EQ(open.largest, 0U);
         }
         RUN(api().settle(list.data(), count, remembers, flags.data(), stream()));
-        for (const KeyState& each : key_states.values()) {
+        for (const GpuKeyState& each : key_states.values()) {
           ASSERT_EQ(each.which, flag == 0 ? which ^ 1U : which);
           ASSERT_EQ(each.which_memory, flag == 0 && remembers ? 0U : 1U);
           ASSERT_EQ(each.calls, flag == 0 ? 6U : 5U);
@@ -303,10 +304,10 @@ TEST_F(CudaElements, WhatWasSentIsCleared) {
         if (i % 3 == 0) expected[i] = 0;
       }
       const DeviceArray<float> y(x), residual(kept), other(std::vector<float>(n, 0.0F));
-      const DeviceArray<KeyState> key_state({key_state_of(which)});
-      RunFeedback run_feedback{{residual.data(), other.data()}, key_state.data()};
-      if (which == 1) std::swap(run_feedback.residual[0], run_feedback.residual[1]);
-      const cuda::Run run{.y = y.data(), .n = n, .run_feedback = run_feedback};
+      const DeviceArray<GpuKeyState> key_state({key_state_of(which)});
+      SpanFeedback span_feedback{{residual.data(), other.data()}, key_state.data()};
+      if (which == 1) std::swap(span_feedback.residual[0], span_feedback.residual[1]);
+      const cuda::GpuSpan run{.y = y.data(), .n = n, .span_feedback = span_feedback};
       RUN(api().clear_sent(&run, 1, stream()));
       ASSERT_TRUE(same(y.values(), expected)) << n;
     }

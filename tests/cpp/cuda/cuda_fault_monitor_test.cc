@@ -28,8 +28,8 @@ class Watched {
       });
       streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
       memory_.push_back(std::make_unique<DeviceBytes>(kElements * sizeof(float)));
-      gpus_.push_back(std::make_unique<Communicator>(api, Communicator::Setting{r, size, {}, 0},
-                                                     std::move(its)));
+      gpus_.push_back(
+          std::make_unique<GpuCommunicator>(api, GpuIdentity{r, size, {}, 0}, std::move(its)));
       monitors_.push_back(std::make_unique<GpuFaultMonitor>(*gpus_.back(), shadow_[r], users_[r]));
     }
   }
@@ -93,7 +93,7 @@ class Watched {
   Loopback loopback_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::vector<std::unique_ptr<DeviceBytes>> memory_;
-  std::vector<std::unique_ptr<Communicator>> gpus_;
+  std::vector<std::unique_ptr<GpuCommunicator>> gpus_;
   std::vector<std::unique_ptr<GpuFaultMonitor>> monitors_;
 };
 

@@ -29,7 +29,7 @@ struct Job {
         feedback(simulated_api(), host),
         memory(std::make_unique<DeviceBytes>(kElements * sizeof(float))) {}
 
-  void call(Communicator& comm, Stream stream) {
+  void call(GpuCommunicator& comm, Stream stream) {
     const exec::Array array{memory->data(), kElements};
     exec::Request request;
     request.op = ReduceOp::kAvg;
@@ -55,7 +55,7 @@ struct Job {
   Rank rank;
   std::shared_ptr<const codec::Codec> codec;
   std::shared_ptr<codec::ErrorFeedback> host;
-  Feedback feedback;
+  GpuFeedback feedback;
   std::unique_ptr<DeviceBytes> memory;
   codec::KeyedExtent key{"key", kElements};
 };
@@ -258,7 +258,7 @@ TEST(GpuCalls, EndBeforeTheirCommunicatorIsGone) {
     threads.emplace_back([&, r] {
       const float one = 1;
       memory[r].put(&one, streams[r].get());
-      Communicator comm(simulated_api(), {r, 2, {}, 0}, loopback.endpoint(r, 10));
+      GpuCommunicator comm(simulated_api(), {r, 2, {}, 0}, loopback.endpoint(r, 10));
       const exec::Array array{memory[r].data(), 1};
       exec::Request request;
       request.algorithm = "ring";
@@ -276,7 +276,7 @@ TEST(GpuCalls, ADeviceThatHangsDoesNotHoldUpTheEnd) {
   const OwnedStream stream(simulated_api());
   Loopback loopback(simulated_api(), 1);
   {
-    Communicator comm(simulated_api(), {0, 1, {}, 0}, loopback.endpoint(0, 10));
+    GpuCommunicator comm(simulated_api(), {0, 1, {}, 0}, loopback.endpoint(0, 10));
     simulated_api().fill(memory.data(), 0, 4, stream.get());
   }
   simulated_cuda_hang(0);

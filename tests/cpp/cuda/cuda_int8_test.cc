@@ -9,20 +9,20 @@ namespace gradwire::cuda {
 namespace {
 
 // Of one run each.
-Status int8_encode(const float* x, const RunFeedback& run_feedback, std::size_t n,
+Status int8_encode(const float* x, const SpanFeedback& span_feedback, std::size_t n,
                    std::size_t block, const Int8Rounding& rounding, std::byte* out) {
-  const Run run{.x = x,
-                .n = n,
-                .run_feedback = run_feedback,
-                .call = rounding.call,
-                .element = rounding.element};
-  return api().int8_encode_runs(block, rounding, &run, 1, {.out = out}, nullptr, stream());
+  const GpuSpan run{.x = x,
+                    .n = n,
+                    .span_feedback = span_feedback,
+                    .call = rounding.call,
+                    .element = rounding.element};
+  return api().int8_encode_spans(block, rounding, &run, 1, {.out = out}, nullptr, stream());
 }
 Status int8_decode(const std::byte* in, std::size_t n, std::size_t block, float* y, bool add,
                    std::uint32_t* flags) {
-  const Run run{.y = y, .n = n};
-  return api().int8_decode_runs(block, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
-                                stream());
+  const GpuSpan run{.y = y, .n = n};
+  return api().int8_decode_spans(block, &run, 1, {.payloads = {in, 0, 1}, .adds = add}, flags,
+                                 stream());
 }
 
 struct Case {
@@ -77,7 +77,7 @@ TEST_P(CudaInt8, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift());
         const DeviceArray<std::byte> out(draw_bytes(expected.size(), random_), 0);
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2), kCalls);
-        RUN(int8_encode(in.data(), fed_back ? feedback.run_feedback() : RunFeedback{}, n, block,
+        RUN(int8_encode(in.data(), fed_back ? feedback.span_feedback() : SpanFeedback{}, n, block,
                         {stochastic, seed, kCall, element}, out.data()));
         ASSERT_TRUE(same(out.values(), expected)) << family.name << " n=" << n;
         ASSERT_TRUE(same(in.values(), x));

@@ -31,21 +31,21 @@ class DeviceFeedback {
         residuals_{DeviceArray<float>(which == 0 ? e : poison(e.size()), shift),
                    DeviceArray<float>(which == 0 ? poison(e.size()) : e, shift)},
         key_state_(
-            {KeyState{.which = which, .which_memory = 0, .calls = calls, .codec_state = {}}}) {}
+            {GpuKeyState{.which = which, .which_memory = 0, .calls = calls, .codec_state = {}}}) {}
 
-  RunFeedback run_feedback() const {
+  SpanFeedback span_feedback() const {
     return {{residuals_[0].data(), residuals_[1].data()}, key_state_.data()};
   }
   std::vector<float> before() const { return residuals_[which_].values(); }
   std::vector<float> after() const { return residuals_[which_ ^ 1U].values(); }
-  KeyState key_state() const { return key_state_.value(); }
+  GpuKeyState key_state() const { return key_state_.value(); }
 
  private:
   static std::vector<float> poison(std::size_t n) { return std::vector<float>(n, 7.0F); }
 
   std::uint32_t which_;
   DeviceArray<float> residuals_[2];
-  DeviceArray<KeyState> key_state_;
+  DeviceArray<GpuKeyState> key_state_;
 };
 
 // Payloads of a codec whose size varies, of so many units each: a table of sizes, and slots.
@@ -58,7 +58,7 @@ class SlotArray {
 
   std::size_t payload_bytes() const { return table_bytes() + units_ * slot_bytes_; }
   std::byte* data() const { return bytes_.data(); }
-  Payloads payloads(int count = 1) const {
+  GpuPayloads payloads(int count = 1) const {
     return {data(), static_cast<std::int64_t>(payload_bytes()), count};
   }
 

@@ -40,8 +40,6 @@ std::vector<std::uint32_t> bits(const Values& values) {
   return all;
 }
 
-Matrix matrix(const Factors& of) { return {of.rows, of.columns, of.rank}; }
-
 Values tiny(Values values) {
   for (float& each : values) each *= kHeadroom;
   return values;
@@ -76,8 +74,8 @@ std::vector<Case> cases() {
 
 // A key with memory for both sides of something.
 struct Key {
-  explicit Key(std::uint32_t which) : key_state({KeyState{which, which, 0, {}}}, 0) {}
-  DeviceArray<KeyState> key_state;
+  explicit Key(std::uint32_t which) : key_state({GpuKeyState{which, which, 0, {}}}, 0) {}
+  DeviceArray<GpuKeyState> key_state;
 };
 
 TEST(CudaLowRank, FindsTheLeftFactor) {
@@ -95,23 +93,23 @@ TEST(CudaLowRank, FindsTheLeftFactor) {
     const Key key(1);
     const Floats in(x), other(Values(x.size()), 2), added(residual, 3), factor(q, 5),
         sum(Values(x.size(), -7), 6), p(Values(expected.size(), -7), 7);
-    const RunFeedback none{{nullptr, nullptr}, nullptr};
-    const RunFeedback run_feedback{{other.data(), added.data()}, key.key_state.data()};
-    const auto find = [&](const RunFeedback& feedback, float* y) {
-      const FactoredMatrix one{.of = matrix(of),
-                               .x = in.data(),
-                               .y = y,
-                               .run_feedback = feedback,
-                               .p = p.data(),
-                               .q = factor.data()};
+    const SpanFeedback none{{nullptr, nullptr}, nullptr};
+    const SpanFeedback span_feedback{{other.data(), added.data()}, key.key_state.data()};
+    const auto find = [&](const SpanFeedback& feedback, float* y) {
+      const GpuMatrix one{.of = of,
+                          .x = in.data(),
+                          .y = y,
+                          .span_feedback = feedback,
+                          .p = p.data(),
+                          .q = factor.data()};
       api().left_factor(&one, 1, test_stream());
     };
     find(none, nullptr);
     ASSERT_EQ(bits(p.values()), bits(plain)) << text_of(each);
-    find(run_feedback, sum.data());
+    find(span_feedback, sum.data());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each);
     ASSERT_EQ(bits(sum.values()), bits(v)) << text_of(each);
-    find(run_feedback, in.data());
+    find(span_feedback, in.data());
     ASSERT_EQ(bits(p.values()), bits(expected)) << text_of(each) << " in place";
     ASSERT_EQ(bits(in.values()), bits(v)) << text_of(each) << " in place";
   }
@@ -126,8 +124,7 @@ TEST(CudaLowRank, FindsTheRightFactor) {
     Values expected(of.rank * of.columns);
     codec::kernels().lowrank.right(v.data(), p.data(), expected.data(), of);
     const Floats in(v, 2), factor(p, 4), q(Values(expected.size(), 99), 6);
-    const FactoredMatrix one{
-        .of = matrix(of), .x = in.data(), .p = factor.data(), .own_q = q.data()};
+    const GpuMatrix one{.of = of, .x = in.data(), .p = factor.data(), .own_q = q.data()};
     api().right_factor(&one, 1, test_stream());
     ASSERT_EQ(bits(q.values()), bits(expected)) << text_of(each);
   }
@@ -150,19 +147,19 @@ TEST(CudaLowRank, MultipliesTheFactors) {
     const Key key(0);
     const Floats left(p, 2), right(q, 4), own(own_q, 6), in(v, 8), out(Values(v.size(), -7), 5),
         e(Values(v.size(), -7), 10), scales({scale, own_scale});
-    const RunFeedback run_feedback{{out.data(), e.data()}, key.key_state.data()};
-    FactoredMatrix one{.of = matrix(of),
-                       .x = in.data(),
-                       .y = in.data(),
-                       .run_feedback = run_feedback,
-                       .p = left.data(),
-                       .q = right.data(),
-                       .own_q = own.data(),
-                       .scales = scales.data()};
+    const SpanFeedback span_feedback{{out.data(), e.data()}, key.key_state.data()};
+    GpuMatrix one{.of = of,
+                  .x = in.data(),
+                  .y = in.data(),
+                  .span_feedback = span_feedback,
+                  .p = left.data(),
+                  .q = right.data(),
+                  .own_q = own.data(),
+                  .scales = scales.data()};
     api().product(&one, 1, factor, test_stream());
     ASSERT_EQ(bits(in.values()), bits(y)) << text_of(each) << " in place";
     ASSERT_EQ(bits(e.values()), bits(error)) << text_of(each);
-    one.run_feedback = {};
+    one.span_feedback = {};
     one.y = out.data();
     one.own_q = nullptr;
     api().product(&one, 1, factor, test_stream());
@@ -185,7 +182,7 @@ Values dependent_columns(const Factors& of) {
 void expect_orthonormalised(Values p, const Factors& of) {
   const Floats on_device(p, 3);
   const DeviceArray<double> room(std::vector<double>(p.size()), 1);
-  const FactoredMatrix one{.of = matrix(of), .p = on_device.data(), .room = room.data()};
+  const GpuMatrix one{.of = of, .p = on_device.data(), .room = room.data()};
   api().orthonormalise(&one, 1, test_stream());
   std::vector<double> cpu_room;
   codec::orthonormalise(of, p, cpu_room);
@@ -214,7 +211,7 @@ void expect_started(const Values& last, const Factors& of) {
   Values expected(last.size());
   codec::start_factor(last, of, expected);
   const Floats scales(Values{7, 7});
-  FactoredMatrix one{.of = matrix(of), .memory = memory, .q = q.data(), .scales = scales.data()};
+  GpuMatrix one{.of = of, .memory = memory, .q = q.data(), .scales = scales.data()};
   api().start_factor(&one, 1, test_stream());
   ASSERT_EQ(bits(q.values()), bits(expected)) << of.columns << " columns, rank " << of.rank;
   EXPECT_EQ(scales.values(), of.columns > 0 ? (Values{0, 0}) : (Values{7, 7}));
@@ -250,13 +247,13 @@ TEST(CudaLowRank, TakesOutTheHeadroom) {
   }
   for (Values& each : all) {
     const Floats q(each, 3), own(Values{2, 0x1.1p64F}), scales({0, 0});
-    const FactoredMatrix one{.of = {0, each.size(), 1}, .q = q.data(), .scales = scales.data()};
+    const GpuMatrix one{.of = {0, each.size(), 1}, .q = q.data(), .scales = scales.data()};
     api().take_headroom(&one, 1, test_stream());
     EXPECT_EQ(scales.values()[1], 0);
     const float expected = codec::take_headroom(each);
     EXPECT_EQ(bits(q.values()), bits(each));
     EXPECT_EQ(scales.values()[0], expected);
-    const FactoredMatrix other{.of = {0, 2, 1}, .own_q = own.data(), .scales = scales.data()};
+    const GpuMatrix other{.of = {0, 2, 1}, .own_q = own.data(), .scales = scales.data()};
     api().take_headroom(&other, 1, test_stream());
     EXPECT_EQ(scales.values(), (Values{expected, 1 / kHeadroom}));
   }
@@ -278,9 +275,9 @@ TEST(CudaLowRank, RemembersInTheOtherPlace) {
   const Key key(1);
   const Values q = random_values(3000, Data::kRandomBits, 4);
   const Floats from(q, 3), next(Values(q.size()), 4), last(Values(q.size(), 5), 5);
-  FactoredMatrix one{.of = {0, q.size() / 4, 4},
-                     .memory = {{next.data(), last.data()}, key.key_state.data()},
-                     .q = from.data()};
+  GpuMatrix one{.of = {0, q.size() / 4, 4},
+                .memory = {{next.data(), last.data()}, key.key_state.data()},
+                .q = from.data()};
   api().remember(&one, 1, test_stream());
   one.memory = {};
   api().remember(&one, 1, test_stream());
@@ -289,7 +286,7 @@ TEST(CudaLowRank, RemembersInTheOtherPlace) {
 }
 
 TEST(CudaLowRank, OfNothingDoesNothing) {
-  const FactoredMatrix nothing{.of = {0, 0, 4}};
+  const GpuMatrix nothing{.of = {0, 0, 4}};
   for (const int count : {0, 1}) {
     EXPECT_EQ(api().start_factor(&nothing, count, test_stream()), 0);
     EXPECT_EQ(api().left_factor(&nothing, count, test_stream()), 0);
@@ -316,7 +313,7 @@ struct Left {
         scales(Values{0, 0}),
         room(std::vector<double>(of.rows * of.rank), 0) {}
 
-  FactoredMatrix matrix() const {
+  GpuMatrix matrix() const {
     return {.of = {shape.rows, shape.columns, shape.rank},
             .x = x.data(),
             .y = x.data(),
@@ -332,7 +329,7 @@ struct Left {
   DeviceArray<double> room;
 };
 
-void factor(const std::vector<FactoredMatrix>& all) {
+void factor(const std::vector<GpuMatrix>& all) {
   const auto count = static_cast<int>(all.size());
   EXPECT_EQ(api().start_factor(all.data(), count, test_stream()), 0);
   EXPECT_EQ(api().left_factor(all.data(), count, test_stream()), 0);
@@ -343,8 +340,8 @@ void factor(const std::vector<FactoredMatrix>& all) {
 
 TEST(CudaLowRank, ManyMatricesAreFactoredAsOneIs) {
   std::vector<std::unique_ptr<Left>> together, alone;
-  std::vector<FactoredMatrix> all;
-  for (unsigned i = 0; i < kMostRuns + 3; ++i) {
+  std::vector<GpuMatrix> all;
+  for (unsigned i = 0; i < kMostSpans + 3; ++i) {
     const bool is_long = i % 16 == 9;
     const Factors of{is_long ? 2 : i % 7 * 9, is_long ? 11000 : 1 + i % 5 * 13, 3};
     together.push_back(std::make_unique<Left>(of, i));

@@ -50,7 +50,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
   std::unique_ptr<Messages> make(Rank rank) {
     if (GetParam() == "loopback") return loopback_.endpoint(rank, 10);
     auto host = std::make_unique<HostMessages>(simulated_api(), carriers_[rank], 10,
-                                               turns_.emplace_back(simulated_api()));
+                                               functions_.emplace_back(simulated_api()));
     if (GetParam() == "host") return host;
     Loopback& pair = rank < 2 ? inner_ : outer_;  // two hosts of two ranks
     std::vector<std::unique_ptr<Messages>> ways;
@@ -88,7 +88,7 @@ class Ways : public testing::TestWithParam<std::string_view> {
 
   Loopback loopback_;
   exec::Ranks carriers_;
-  std::deque<HostTurns> turns_;  // one for each rank, as if they were processes
+  std::deque<HostFunctionQueue> functions_;  // one for each rank, as if they were processes
   Loopback inner_, outer_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
   std::mutex mutex_;
@@ -242,9 +242,9 @@ TEST(Loopback, RanksOnDevicesOfTheirOwn) {
   EXPECT_TRUE(got[1] == pattern(0, 1, 100));
 }
 
-TEST(HostTurns, RunInTheOrderOfTheCalls) {
+TEST(HostFunctionQueue, RunInTheOrderOfTheCalls) {
   const Api& api = simulated_api();
-  HostTurns turns(api);
+  HostFunctionQueue functions(api);
   const OwnedStream streams[] = {OwnedStream(api), OwnedStream(api), OwnedStream(api)};
   struct Note {
     std::vector<int>* order;
@@ -254,7 +254,7 @@ TEST(HostTurns, RunInTheOrderOfTheCalls) {
   std::vector<Note> notes;
   for (int i = 0; i < 30; ++i) notes.push_back({&order, i});
   for (Note& each : notes)
-    turns.call(
+    functions.enqueue(
         streams[static_cast<std::size_t>(each.number * 7 % 3)].get(),
         [](void* note) {
           auto* const its = static_cast<Note*>(note);
@@ -291,13 +291,13 @@ class WithinHost final : public Messages {
 TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
   const Api& api = simulated_api();
   exec::Ranks carriers(2);
-  HostTurns turns(api);
+  HostFunctionQueue functions(api);
   const OwnedStream stream(api);
   std::atomic<bool> is_over = false;
   auto within = std::make_unique<WithinHost>(is_over);
   const WithinHost& its = *within;
   std::vector<std::unique_ptr<Messages>> ways;
-  ways.push_back(std::make_unique<HostMessages>(api, carriers[0], 10, turns));
+  ways.push_back(std::make_unique<HostMessages>(api, carriers[0], 10, functions));
   ways.push_back(std::move(within));
   RoutedMessages messages(std::move(ways), {{}, {0, 1}});
   DeviceBytes bytes(8);
@@ -327,12 +327,12 @@ TEST(HostMessages, LetNothingGoOnAfterAFailureBeforeTheOthersAreAborted) {
 TEST(HostMessages, RestOnceNobodyReadsWhatAFailedGroupSends) {
   const Api& api = simulated_api();
   exec::Ranks carriers(2);
-  HostTurns turns(api);
+  HostFunctionQueue functions(api);
   const OwnedStream stream(api);
   constexpr std::size_t kLong = 64 << 20;
   const Slotted layout{.units = 1, .slot_bytes = 16};
   const DeviceBytes long_one(kLong), slots(layout.bytes());
-  HostMessages messages(api, carriers[0], 10, turns);
+  HostMessages messages(api, carriers[0], 10, functions);
   std::uint32_t size = 17;
   const auto told = carriers[1].send(reinterpret_cast<std::byte*>(&size), sizeof size, 0, 10);
   messages.begin();
@@ -350,14 +350,15 @@ TEST(HostMessages, RestOnceNobodyReadsWhatAFailedGroupSends) {
 TEST(HostMessages, AreLeftAloneWhereTheyCannotEnd) {
   const Api& api = simulated_api();
   exec::Ranks carriers(2);
-  HostTurns turns(api);
+  HostFunctionQueue functions(api);
   const OwnedStream before(api), stream(api);
   std::binary_semaphore over(0);
-  turns.call(
+  functions.enqueue(
       before.get(), [](void* its) { static_cast<std::binary_semaphore*>(its)->acquire(); }, &over);
-  std::unique_ptr<Messages> messages = std::make_unique<HostMessages>(api, carriers[0], 10, turns);
+  std::unique_ptr<Messages> messages =
+      std::make_unique<HostMessages>(api, carriers[0], 10, functions);
   std::uint32_t lost = 0;
-  messages->tell_losses(&lost);
+  messages->set_loss_word(&lost);
   DeviceBytes bytes(8);
   messages->begin();
   messages->send(bytes.data(), 8, 1);

@@ -78,7 +78,7 @@ class Noting final : public Messages {
   void check() override { real_->check(); }
   void abort() noexcept override { real_->abort(); }
   bool rest() noexcept override { return real_->rest(); }
-  void tell_losses(std::uint32_t* word) override { real_->tell_losses(word); }
+  void set_loss_word(std::uint32_t* word) override { real_->set_loss_word(word); }
 
  private:
   std::unique_ptr<Messages> real_;
@@ -96,7 +96,7 @@ TEST(GpuModel, CallsOnSeveralHostsAreHierarchicalByAuto) {
   transport::run_threads(kRanks, [&](int rank) {
     const auto at = static_cast<std::size_t>(rank);
     const OwnedStream stream(simulated_api());
-    Communicator communicator(
+    GpuCommunicator communicator(
         simulated_api(), {rank, kRanks, {{0, 1}, {2, 3}}, 0},
         std::make_unique<Noting>(loopback.endpoint(rank, /*timeout=*/60), peers[at]));
     communicator.set_model(slow);

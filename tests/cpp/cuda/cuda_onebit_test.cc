@@ -85,12 +85,12 @@ class CudaOneBit : public testing::TestWithParam<std::size_t> {
   // y := payloads, or y + the one payload. Returns the flags.
   std::uint32_t decode(const SlotArray& slots, int count, float* y, std::size_t n, bool add) {
     const DeviceArray<std::uint32_t> flags({0});
-    const cuda::Run run{.y = y, .n = n};
+    const cuda::GpuSpan run{.y = y, .n = n};
     const Decoding how{.payloads = slots.payloads(count), .adds = add};
     if (!add) {
-      EXPECT_EQ(api().onebit_decode_runs(block(), &run, 1, how, nullptr, stream()), 0);
+      EXPECT_EQ(api().onebit_decode_spans(block(), &run, 1, how, nullptr, stream()), 0);
     }
-    EXPECT_EQ(api().onebit_decode_runs(block(), &run, 1, how, flags.data(), stream()), 0);
+    EXPECT_EQ(api().onebit_decode_spans(block(), &run, 1, how, flags.data(), stream()), 0);
     return flags.value();
   }
 
@@ -112,9 +112,9 @@ TEST_P(CudaOneBit, EncodesAsTheCpu) {
         const DeviceArray<float> in(x, shift());
         const SlotArray slots(units(n), slot());
         const DeviceFeedback feedback(e, shift(), static_cast<std::uint32_t>(n % 2));
-        cuda::Run run{.x = in.data(), .n = n};
-        if (fed_back) run.run_feedback = feedback.run_feedback();
-        RUN(api().onebit_encode_runs(block(), &run, 1, {.out = slots.data()}, nullptr, stream()));
+        cuda::GpuSpan run{.x = in.data(), .n = n};
+        if (fed_back) run.span_feedback = feedback.span_feedback();
+        RUN(api().onebit_encode_spans(block(), &run, 1, {.out = slots.data()}, nullptr, stream()));
         ASSERT_TRUE(slots.units() == expected.units);
         ASSERT_TRUE(same(in.values(), x));
         if (!fed_back) continue;
@@ -144,11 +144,11 @@ TEST_P(CudaOneBit, FinishesAsTheCpu) {
       const SlotArray slots(units(n), slot());
       const DeviceArray<std::uint32_t> flags({kRefused});
       const DeviceFeedback feedback(e, shift());
-      cuda::Run run{.x = in.data(), .y = in.data(), .n = n};
-      if (fed_back) run.run_feedback = feedback.run_feedback();
-      RUN(api().onebit_encode_runs(block(), &run, 1,
-                                   {.out = slots.data(), .finishes = true, .factor = factor},
-                                   flags.data(), stream()));
+      cuda::GpuSpan run{.x = in.data(), .y = in.data(), .n = n};
+      if (fed_back) run.span_feedback = feedback.span_feedback();
+      RUN(api().onebit_encode_spans(block(), &run, 1,
+                                    {.out = slots.data(), .finishes = true, .factor = factor},
+                                    flags.data(), stream()));
       ASSERT_TRUE(slots.units() == encoded.units);
       ASSERT_TRUE(same(in.values(), y));
       ASSERT_EQ(flags.value(), finite ? kRefused : kRefused | kNotFinite);
@@ -322,10 +322,10 @@ TEST_P(CudaOneBitForeign, OtherBytesBehindACut) {
 }
 
 TEST_P(CudaOneBit, NothingIsEmpty) {
-  const cuda::Run none{};
-  RUN(api().onebit_encode_runs(block(), &none, 1, {}, nullptr, stream()));
-  RUN(api().onebit_decode_runs(block(), &none, 1, {.payloads = {nullptr, 0, 1}}, nullptr,
-                               stream()));
+  const cuda::GpuSpan none{};
+  RUN(api().onebit_encode_spans(block(), &none, 1, {}, nullptr, stream()));
+  RUN(api().onebit_decode_spans(block(), &none, 1, {.payloads = {nullptr, 0, 1}}, nullptr,
+                                stream()));
 }
 
 const auto kBlocks = testing::Values(32, 96, 1024, 1056, 2048, 8192);

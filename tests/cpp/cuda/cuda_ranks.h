@@ -55,7 +55,7 @@ class GpuRanks {
   }
 
   int size() const { return static_cast<int>(communicators_.size()); }
-  Communicator& operator[](Rank rank) { return *communicators_[at(rank)]; }
+  GpuCommunicator& operator[](Rank rank) { return *communicators_[at(rank)]; }
   Stream stream(Rank rank) const { return streams_[at(rank)]->get(); }
 
   // Runs `body` once per rank, in threads; rethrows the first error, after an abort.
@@ -82,12 +82,12 @@ class GpuRanks {
            std::unique_ptr<Messages> messages) {
     const Rank rank = this->size();
     streams_.push_back(std::make_unique<OwnedStream>(simulated_api()));
-    communicators_.push_back(std::make_unique<Communicator>(
-        simulated_api(), Communicator::Setting{rank, size, hosts, 0}, std::move(messages)));
+    communicators_.push_back(std::make_unique<GpuCommunicator>(
+        simulated_api(), GpuIdentity{rank, size, hosts, 0}, std::move(messages)));
   }
   Loopback loopback_;
   std::vector<std::unique_ptr<OwnedStream>> streams_;
-  std::vector<std::unique_ptr<Communicator>> communicators_;
+  std::vector<std::unique_ptr<GpuCommunicator>> communicators_;
 };
 
 // One rank's arrays, by value.
@@ -168,7 +168,7 @@ inline Outcome on_gpus(const Case& of, GpuRanks& ranks) {
     const auto me = static_cast<std::size_t>(rank);
     const Stream stream = ranks.stream(rank);
     const auto host = std::make_shared<codec::ErrorFeedback>();
-    std::optional<Feedback> feedback;
+    std::optional<GpuFeedback> feedback;
     if (!of.keys.empty()) feedback.emplace(simulated_api(), host);
     for (int call = 0; call < of.calls; ++call) {
       std::vector<std::unique_ptr<DeviceBytes>> in, out;

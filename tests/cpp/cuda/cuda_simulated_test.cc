@@ -148,7 +148,7 @@ TEST(SimulatedCuda, GraphsReplay) {
 }
 
 TEST(SimulatedCuda, KnowsItsMemory) {
-  Room room(api()), pinned(api(), Room::Kind::kPinned);
+  Room room(api()), pinned(api(), Room::MemoryKind::kPinned);
   int device = 7;
   api().device_of(room.take(16) + 15, &device);
   EXPECT_EQ(device, 0);

@@ -47,11 +47,11 @@ inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const F
   Encoded sent{{}, Floats(x.size())};
   for (std::size_t i = 0; i < x.size(); i += kUnit) {
     const std::size_t n = std::min(kUnit, x.size() - i);
-    codec::EncodeContext run_feedback{
+    codec::EncodeContext span_feedback{
         .element = i, .error = sent.error.data() + i, .codec_state = codec_state};
-    if (!residual.empty()) run_feedback.residual = residual.data() + i;
+    if (!residual.empty()) span_feedback.residual = residual.data() + i;
     Payload unit(codec.max_bytes(n));
-    unit.resize(codec.encode(x.data() + i, n, run_feedback, unit));
+    unit.resize(codec.encode(x.data() + i, n, span_feedback, unit));
     sent.units.push_back(unit);
   }
   return sent;
@@ -59,28 +59,29 @@ inline Encoded encode_on_cpu(const codec::Codec& codec, const Floats& x, const F
 
 // A key: which of the two places of e is the old one, and what it adapts to.
 struct Key {
-  Key(const Floats& residual, std::uint32_t which, const CodecState& codec_state)
+  Key(const Floats& residual, std::uint32_t which, const GpuCodecState& codec_state)
       : e(residual, 3),
         next(Floats(residual.size(), -7), 2),
         key_state(key_state_of(which, codec_state), 0) {
-    RunFeedback feedback{{next.data(), next.data()}, key_state.data()};
+    SpanFeedback feedback{{next.data(), next.data()}, key_state.data()};
     feedback.residual[which] = e.data();
-    if (!residual.empty()) run_feedback = feedback;
+    if (!residual.empty()) span_feedback = feedback;
   }
 
-  static std::vector<KeyState> key_state_of(std::uint32_t which, const CodecState& codec_state) {
-    KeyState one{which, which, 0, {}};
+  static std::vector<GpuKeyState> key_state_of(std::uint32_t which,
+                                               const GpuCodecState& codec_state) {
+    GpuKeyState one{which, which, 0, {}};
     one.codec_state[1 - which] = codec_state;
     return {one};
   }
-  CodecState codec_state() const {
-    const KeyState now = key_state.values()[0];
+  GpuCodecState codec_state() const {
+    const GpuKeyState now = key_state.values()[0];
     return now.codec_state[1 - now.which];
   }
 
   DeviceArray<float> e, next;
-  DeviceArray<KeyState> key_state;
-  RunFeedback run_feedback{{nullptr, nullptr}, key_state.data()};
+  DeviceArray<GpuKeyState> key_state;
+  SpanFeedback span_feedback{{nullptr, nullptr}, key_state.data()};
 };
 
 // ---- decode ------------------------------------------------------------------------------------
@@ -104,13 +105,13 @@ inline DecodedArray decode_on_cpu(const codec::Codec& codec, const Payload& unit
 }
 
 // The device's decoder of a codec, of one run.
-using Decode = std::function<Status(const cuda::Run&, const Decoding&, std::uint32_t* flags)>;
+using Decode = std::function<Status(const cuda::GpuSpan&, const Decoding&, std::uint32_t* flags)>;
 
 inline DecodedArray decode_slots(const Decode& decode, const SlotArray& slots, const Floats& y,
                                  bool add) {
   const DeviceArray<float> on_device(y, 3);
   const DeviceArray<std::uint32_t> flags({0});
-  const cuda::Run run{.y = on_device.data(), .n = y.size()};
+  const cuda::GpuSpan run{.y = on_device.data(), .n = y.size()};
   EXPECT_EQ(decode(run, {.payloads = slots.payloads(), .adds = add}, flags.data()), 0);
   return {on_device.values(), flags.values()[0]};
 }

@@ -12,8 +12,8 @@ constexpr const char* kSpecs[] = {"threshold", "threshold:density=0.1", "thresho
 constexpr std::size_t kSlotBytes = 8208;
 
 Decode decoder() {
-  return [](const cuda::Run& run, const Decoding& how, std::uint32_t* flags) {
-    return api().threshold_decode_runs(&run, 1, how, flags, stream());
+  return [](const cuda::GpuSpan& run, const Decoding& how, std::uint32_t* flags) {
+    return api().threshold_decode_spans(&run, 1, how, flags, stream());
   };
 }
 
@@ -25,17 +25,17 @@ class OnDevice {
         slots_((n + kUnit - 1) / kUnit, kSlotBytes),
         scratch_(Payload(api().threshold_scratch_bytes((n + kUnit - 1) / kUnit)), 0) {}
 
-  void prepare(const float* x, const RunFeedback& run_feedback) const {
-    EXPECT_EQ(api().threshold_prepare(x, run_feedback, n_, of_.density, scratch_.data(), stream()),
+  void prepare(const float* x, const SpanFeedback& span_feedback) const {
+    EXPECT_EQ(api().threshold_prepare(x, span_feedback, n_, of_.density, scratch_.data(), stream()),
               0);
     scratch_.values();
   }
-  void encode(const float* x, const RunFeedback& run_feedback) const {
-    const cuda::Run run{.x = x, .n = n_, .run_feedback = run_feedback};
-    EXPECT_EQ(api().threshold_encode_runs(of_.tau, of_.density, &run, 1, {.out = slots_.data()},
-                                          scratch_.data(), stream()),
+  void encode(const float* x, const SpanFeedback& span_feedback) const {
+    const cuda::GpuSpan run{.x = x, .n = n_, .span_feedback = span_feedback};
+    EXPECT_EQ(api().threshold_encode_spans(of_.tau, of_.density, &run, 1, {.out = slots_.data()},
+                                           scratch_.data(), stream()),
               0);
-    EXPECT_EQ(api().threshold_adapt(n_, of_.density, run_feedback.key_state, stream()), 0);
+    EXPECT_EQ(api().threshold_adapt(n_, of_.density, span_feedback.key_state, stream()), 0);
     scratch_.values();
   }
   const SlotArray& slots() const { return slots_; }
@@ -47,12 +47,12 @@ class OnDevice {
   DeviceArray<std::byte> scratch_;
 };
 
-CodecState on_device(const codec::CodecState& codec_state) {
+GpuCodecState on_device(const codec::CodecState& codec_state) {
   return {codec_state.tau, codec_state.sent, std::bit_cast<std::uint32_t>(codec_state.largest)};
 }
 
-void expect_same(const CodecState& actual, const codec::CodecState& expected) {
-  const CodecState other = on_device(expected);
+void expect_same(const GpuCodecState& actual, const codec::CodecState& expected) {
+  const GpuCodecState other = on_device(expected);
   EXPECT_EQ(std::bit_cast<std::uint32_t>(actual.tau), std::bit_cast<std::uint32_t>(other.tau));
   EXPECT_EQ(actual.sent, other.sent);
   EXPECT_EQ(actual.largest, other.largest);
@@ -69,11 +69,11 @@ void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
   if (prepares) {
     const float* e = residual.empty() ? nullptr : residual.data();
     codec.prepare(x.data(), x.size(), {.residual = e, .codec_state = &codec_state});
-    device.prepare(in.data(), key.run_feedback);
+    device.prepare(in.data(), key.span_feedback);
   }
   const Encoded expected = encode_on_cpu(codec, x, residual, &codec_state);
   codec.adapt(x.size(), codec_state);
-  device.encode(in.data(), key.run_feedback);
+  device.encode(in.data(), key.span_feedback);
   EXPECT_TRUE(device.slots().units() == expected.units);
   expect_same(key.codec_state(), codec_state);
   EXPECT_TRUE(bits(key.e.values()) == bits(residual)) << "changed";
@@ -147,7 +147,7 @@ TEST(CudaThreshold, WorksInPlaceAndWithoutAKey) {
   EXPECT_TRUE(device.slots().units() == plain.units);
 
   const Key key(residual, 0, {});
-  const RunFeedback both{{key.e.data(), key.e.data()}, key.key_state.data()};
+  const SpanFeedback both{{key.e.data(), key.e.data()}, key.key_state.data()};
   device.encode(in.data(), both);
   EXPECT_TRUE(device.slots().units() == fed_back.units);
   EXPECT_TRUE(bits(key.e.values()) == bits(fed_back.error));
@@ -166,7 +166,7 @@ TEST(CudaThreshold, PreparesFromTheSameSample) {
         codec->prepare(x.data(), n, {.residual = residual.data(), .codec_state = &expected});
         const Key key(residual, 1, {});
         const DeviceArray<float> in(x);
-        OnDevice(*codec, n).prepare(in.data(), key.run_feedback);
+        OnDevice(*codec, n).prepare(in.data(), key.span_feedback);
         expect_same(key.codec_state(), expected);
       }
 }
@@ -184,7 +184,7 @@ TEST(CudaThreshold, AdaptsToAnything) {
     const Key key({}, trial % 2 == 0 ? 0 : 1, on_device(codec_state));
     const auto codec = codec::make_codec("threshold:density=" + std::to_string(density));
     codec->adapt(n, codec_state);
-    api().threshold_adapt(n, codec->definition().density, key.run_feedback.key_state, stream());
+    api().threshold_adapt(n, codec->definition().density, key.span_feedback.key_state, stream());
     expect_same(key.codec_state(), codec_state);
   }
 }
@@ -300,10 +300,11 @@ TEST(CudaThreshold, ChoosesTheLayoutThatTheCpuChooses) {
 
 TEST(CudaThreshold, OfNothingDoesNothing) {
   EXPECT_EQ(api().threshold_prepare(nullptr, {}, 0, 0.1, nullptr, stream()), 0);
-  EXPECT_EQ(api().threshold_encode_runs(0, 0.1, nullptr, 0, {}, nullptr, stream()), 0);
+  EXPECT_EQ(api().threshold_encode_spans(0, 0.1, nullptr, 0, {}, nullptr, stream()), 0);
   EXPECT_EQ(api().threshold_adapt(0, 0.1, nullptr, stream()), 0);
   EXPECT_EQ(
-      api().threshold_decode_runs(nullptr, 0, {.payloads = {nullptr, 0, 1}}, nullptr, stream()), 0);
+      api().threshold_decode_spans(nullptr, 0, {.payloads = {nullptr, 0, 1}}, nullptr, stream()),
+      0);
   wait_for_device();
 }
 

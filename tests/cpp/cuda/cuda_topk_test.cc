@@ -26,20 +26,20 @@ Values values_of(const codec::Codec& codec) {
 std::size_t slot_bytes(const codec::Codec& codec) { return aligned(codec.max_bytes(kUnit)); }
 
 Decode decoder(const codec::Codec& codec) {
-  return [&codec](const cuda::Run& run, const Decoding& how, std::uint32_t* flags) {
-    return api().topk_decode_runs(slot_bytes(codec), values_of(codec), &run, 1, how, flags,
-                                  stream());
+  return [&codec](const cuda::GpuSpan& run, const Decoding& how, std::uint32_t* flags) {
+    return api().topk_decode_spans(slot_bytes(codec), values_of(codec), &run, 1, how, flags,
+                                   stream());
   };
 }
 
 std::size_t units_of(std::size_t n) { return (n + kUnit - 1) / kUnit; }
 
-void encode(const codec::Codec& codec, const float* x, const RunFeedback& run_feedback,
+void encode(const codec::Codec& codec, const float* x, const SpanFeedback& span_feedback,
             std::size_t n, const SlotArray& slots) {
   const DeviceArray<std::byte> scratch(Payload(api().topk_scratch_bytes(units_of(n))), 0);
-  const cuda::Run run{.x = x, .n = n, .run_feedback = run_feedback};
-  EXPECT_EQ(api().topk_encode_runs(codec.definition().density, values_of(codec), slot_bytes(codec),
-                                   &run, 1, {.out = slots.data()}, scratch.data(), stream()),
+  const cuda::GpuSpan run{.x = x, .n = n, .span_feedback = span_feedback};
+  EXPECT_EQ(api().topk_encode_spans(codec.definition().density, values_of(codec), slot_bytes(codec),
+                                    &run, 1, {.out = slots.data()}, scratch.data(), stream()),
             0);
   scratch.values();
 }
@@ -51,7 +51,7 @@ void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
   const Key key(residual, which, {});
   const DeviceArray<float> in(x, 1);
   const SlotArray slots(units_of(x.size()), slot_bytes(codec));
-  encode(codec, in.data(), key.run_feedback, x.size(), slots);
+  encode(codec, in.data(), key.span_feedback, x.size(), slots);
   EXPECT_TRUE(slots.units() == expected.units);
   for (const bool add : {false, true})
     expect_decoded(decode_slots(decoder(codec), slots, x, add), codec, expected.units, x, add);
@@ -167,9 +167,9 @@ TEST(CudaTopK, ReportsValuesThatAreNotFinite) {
 }
 
 TEST(CudaTopK, OfNothingDoesNothing) {
-  EXPECT_EQ(api().topk_encode_runs(0.1, Values::kFp16, 16, nullptr, 0, {}, nullptr, stream()), 0);
-  EXPECT_EQ(api().topk_decode_runs(16, Values::kFp16, nullptr, 0, {.payloads = {nullptr, 0, 1}},
-                                   nullptr, stream()),
+  EXPECT_EQ(api().topk_encode_spans(0.1, Values::kFp16, 16, nullptr, 0, {}, nullptr, stream()), 0);
+  EXPECT_EQ(api().topk_decode_spans(16, Values::kFp16, nullptr, 0, {.payloads = {nullptr, 0, 1}},
+                                    nullptr, stream()),
             0);
   wait_for_device();
 }

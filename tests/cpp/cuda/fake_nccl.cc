@@ -256,10 +256,10 @@ std::byte* compute(World& world, const std::vector<CollectiveCall>& calls) {
   }
   const auto fold = [&](const void* addend, int divisor) {
     auto* const data = static_cast<std::byte*>(room);
-    const gradwire::cuda::FoldRun run{data, data, first.count * blocks, 0};
-    state.api->fold_runs(static_cast<int>(dtype), static_cast<int>(op_of(first.op)), &run, 1,
-                         {static_cast<const std::byte*>(addend), 0, addend == nullptr ? 0 : 1},
-                         divisor, first.stream);
+    const gradwire::cuda::FoldSpan run{data, data, first.count * blocks, 0};
+    state.api->fold_spans(static_cast<int>(dtype), static_cast<int>(op_of(first.op)), &run, 1,
+                          {static_cast<const std::byte*>(addend), 0, addend == nullptr ? 0 : 1},
+                          divisor, first.stream);
   };
   for (std::size_t r = 0; r < p; ++r)
     if (gathers || r == 0)

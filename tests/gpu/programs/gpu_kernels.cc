@@ -15,11 +15,11 @@ namespace {
 
 // What one name of the table needs; a library may be without the codec.
 bool has(const Api& api, std::string_view spec) {
-  if (spec.starts_with("onebit")) return api.onebit_encode_runs != nullptr;
-  if (spec.starts_with("threshold")) return api.threshold_encode_runs != nullptr;
-  if (spec.starts_with("topk")) return api.topk_encode_runs != nullptr;
-  if (spec.starts_with("int8")) return api.int8_encode_runs != nullptr;
-  return api.cast_encode_runs != nullptr;
+  if (spec.starts_with("onebit")) return api.onebit_encode_spans != nullptr;
+  if (spec.starts_with("threshold")) return api.threshold_encode_spans != nullptr;
+  if (spec.starts_with("topk")) return api.topk_encode_spans != nullptr;
+  if (spec.starts_with("int8")) return api.int8_encode_spans != nullptr;
+  return api.cast_encode_spans != nullptr;
 }
 
 void guarded(const std::string& group, const std::string& which,

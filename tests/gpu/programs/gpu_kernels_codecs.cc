@@ -36,9 +36,9 @@ struct Inputs {
 };
 
 Payload encode(const codec::Codec& codec, const Floats& x,
-               const codec::EncodeContext& run_feedback) {
+               const codec::EncodeContext& span_feedback) {
   Payload out(codec.max_bytes(x.size()));
-  out.resize(codec.encode(x.data(), x.size(), run_feedback, out));
+  out.resize(codec.encode(x.data(), x.size(), span_feedback, out));
   return out;
 }
 
@@ -61,12 +61,12 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
   Outcome made;
   made.error.resize(feedback ? n : 0);
   made.codec_state = {.tau = of.codec_state.tau};
-  codec::EncodeContext run_feedback{.call = feedback ? kCall ^ kCalls : kCall,
-                                    .residual = feedback ? of.residual.data() : nullptr,
-                                    .error = feedback ? made.error.data() : nullptr,
-                                    .codec_state = adapts ? &made.codec_state : nullptr};
-  if (adapts) codec.prepare(of.x.data(), n, run_feedback);
-  made.payload = encode(codec, of.x, run_feedback);
+  codec::EncodeContext span_feedback{.call = feedback ? kCall ^ kCalls : kCall,
+                                     .residual = feedback ? of.residual.data() : nullptr,
+                                     .error = feedback ? made.error.data() : nullptr,
+                                     .codec_state = adapts ? &made.codec_state : nullptr};
+  if (adapts) codec.prepare(of.x.data(), n, span_feedback);
+  made.payload = encode(codec, of.x, span_feedback);
   if (adapts) codec.adapt(n, made.codec_state);
   made.decoded = made.added = of.before;
   bool finite = codec.decode(made.payload, made.decoded.data(), n).finite;
@@ -86,35 +86,35 @@ Outcome on_cpu(const codec::Codec& codec, const Inputs& of, bool adapts) {
 class Key {
  public:
   Key(const Device& on, std::size_t n, std::size_t shift)
-      : old_(on, Floats(n), shift), next_(on, Floats(n), shift), key_state_(on, {KeyState{}}) {}
+      : old_(on, Floats(n), shift), next_(on, Floats(n), shift), key_state_(on, {GpuKeyState{}}) {}
 
   // Its call `which ^ 1` is under way.
-  RunFeedback begin(const Inputs& of, std::uint32_t which) const {
-    KeyState now{which, which, kCalls, {}};
+  SpanFeedback begin(const Inputs& of, std::uint32_t which) const {
+    GpuKeyState now{which, which, kCalls, {}};
     now.codec_state[which ^ 1U].tau = of.codec_state.tau;
     key_state_.set({now});
-    RunFeedback run_feedback{{nullptr, nullptr}, key_state_.data()};
-    if (of.residual.empty()) return run_feedback;
+    SpanFeedback span_feedback{{nullptr, nullptr}, key_state_.data()};
+    if (of.residual.empty()) return span_feedback;
     old_.set(of.residual);
     next_.set(Floats(of.residual.size(), -7));
-    run_feedback.residual[which] = old_.data();
-    run_feedback.residual[which ^ 1U] = next_.data();
-    return run_feedback;
+    span_feedback.residual[which] = old_.data();
+    span_feedback.residual[which ^ 1U] = next_.data();
+    return span_feedback;
   }
   Floats before(bool& intact) const { return old_.values(intact); }
   Floats after(bool& intact) const { return next_.values(intact); }
-  CodecState codec_state(bool& intact) const {
-    const KeyState now = key_state_.values(intact)[0];
+  GpuCodecState codec_state(bool& intact) const {
+    const GpuKeyState now = key_state_.values(intact)[0];
     return now.codec_state[now.which ^ 1U];
   }
 
  private:
   DeviceArray<float> old_, next_;
-  DeviceArray<KeyState> key_state_;
+  DeviceArray<GpuKeyState> key_state_;
 };
 
 // The bytes that count, as the CPU writes them.
-Payload packed(const Payload& whole, const Codec& codec, std::size_t n, std::size_t most) {
+Payload packed(const Payload& whole, const GpuCodec& codec, std::size_t n, std::size_t most) {
   const Slotted layout = codec.layout(n);
   if (layout.units == 0) return {whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(most)};
   Payload out;
@@ -132,7 +132,7 @@ class OnGpu {
   OnGpu(const Device& on, const codec::Codec& cpu, std::size_t n, std::size_t shift)
       : on_(on),
         cpu_(cpu),
-        codec_(Codec::make(on.api, cpu)),
+        codec_(GpuCodec::make(on.api, cpu)),
         n_(n),
         scratch_(on, Payload(codec_->scratch_bytes(n) + 1)),
         key_(on, n, shift),
@@ -153,15 +153,15 @@ class OnGpu {
     other_.set(of.other);
     payload_.set(empty());
     second_.set(empty());
-    const Run run = run_of(x_.data(), key_.begin(of, which));
+    const GpuSpan run = span_of(x_.data(), key_.begin(of, which));
     codec_->prepare(run, scratch_.data(), on_.stream);
     codec_->encode(run, payload_.data(), scratch_.data(), on_.stream);
-    codec_->adapt(n_, run.run_feedback.key_state, on_.stream);
+    codec_->adapt(n_, run.span_feedback.key_state, on_.stream);
     made.payload = packed(payload_.values(intact), *codec_, n_, cpu_.max_bytes(n_));
     if (!of.residual.empty()) made.error = key_.after(intact);
-    const CodecState found = key_.codec_state(intact);
+    const GpuCodecState found = key_.codec_state(intact);
     made.codec_state = {found.tau, 0, found.sent, std::bit_cast<float>(found.largest)};
-    codec_->encode(run_of(other_.data(), {}), second_.data(), scratch_.data(), on_.stream);
+    codec_->encode(span_of(other_.data(), {}), second_.data(), scratch_.data(), on_.stream);
     decode(of, made, intact);
     row.expect_same(x_.values(intact), of.x, "the input");
     if (!of.residual.empty()) row.expect_same(key_.before(intact), of.residual, "the residual");
@@ -172,11 +172,11 @@ class OnGpu {
 
  private:
   Payload empty() const { return Payload(codec_->payload_bytes(n_), std::byte{0xEE}); }
-  Run run_of(const float* x, const RunFeedback& run_feedback) const {
-    Run run;
+  GpuSpan span_of(const float* x, const SpanFeedback& span_feedback) const {
+    GpuSpan run;
     run.x = x;
     run.n = n_;
-    run.run_feedback = run_feedback;
+    run.span_feedback = span_feedback;
     run.call = kCall;
     return run;
   }
@@ -197,7 +197,7 @@ class OnGpu {
       on_.copy(at, each->data(), bytes, CopyKind::kOnDevice);
       at += bytes;
     }
-    const Run run{.y = y_.data(), .n = n_};
+    const GpuSpan run{.y = y_.data(), .n = n_};
     made.summed = found([&] {
       codec_->decode({&run, 1}, {.payloads = {three_.data(), static_cast<std::int64_t>(bytes), 3}},
                      nullptr, on_.stream);
@@ -208,7 +208,7 @@ class OnGpu {
                 bool& intact) const {
     y_.set(of.x);
     payload_.set(empty());
-    Run run = run_of(y_.data(), key_.begin(of, which));
+    GpuSpan run = span_of(y_.data(), key_.begin(of, which));
     run.y = y_.data();
     codec_->prepare(run, scratch_.data(), on_.stream);
     codec_->encode({&run, 1}, {.out = payload_.data(), .finishes = true, .factor = kFactor},
@@ -222,7 +222,7 @@ class OnGpu {
 
   const Device& on_;
   const codec::Codec& cpu_;
-  std::unique_ptr<const Codec> codec_;
+  std::unique_ptr<const GpuCodec> codec_;
   std::size_t n_;
   DeviceArray<std::byte> scratch_;
   Key key_;

@@ -35,8 +35,8 @@ void check_fold(const Device& on, const Elements& of, std::size_t shift, Row& ro
   Payload expected = of.a;
   fold_on_cpu(dtype, of.op, expected, of.b.data(), of.n);
   const DeviceArray<std::byte> acc(on, of.a), x(on, of.b, shift * size_of(of.dtype));
-  const FoldRun run{acc.data(), acc.data(), of.n, 0};
-  on.run(on.api.fold_runs(dtype, of.op, &run, 1, {x.data(), 0, 1}, 1, on.stream), "fold");
+  const FoldSpan run{acc.data(), acc.data(), of.n, 0};
+  on.run(on.api.fold_spans(dtype, of.op, &run, 1, {x.data(), 0, 1}, 1, on.stream), "fold");
   bool intact = true;
   row.expect_same(acc.values(intact), expected, "fold of " + std::to_string(of.n));
   row.expect_same(x.values(intact), of.b, "what was folded");
@@ -55,10 +55,10 @@ void check_fold_of_three(const Device& on, const Elements& of, Row& row) {
                               kept.data() + 2 * of.a.size()};
   codec::fold_all(of.dtype, static_cast<ReduceOp>(of.op), parts, 0, expected.data(), divisor, of.n);
   const DeviceArray<std::byte> x(on, all), y(on, Payload(of.a.size(), std::byte{0xEE}));
-  const FoldRun run{x.data(), y.data(), of.n, 0};
+  const FoldSpan run{x.data(), y.data(), of.n, 0};
   const auto stride = static_cast<std::int64_t>(of.a.size());
   on.run(
-      on.api.fold_runs(dtype, of.op, &run, 1, {x.data() + stride, stride, 2}, divisor, on.stream),
+      on.api.fold_spans(dtype, of.op, &run, 1, {x.data() + stride, stride, 2}, divisor, on.stream),
       "fold of three");
   bool intact = true;
   row.expect_same(y.values(intact), expected, "fold of three, " + std::to_string(of.n));
@@ -93,14 +93,14 @@ class MatrixCheck {
     codec::kernels().lowrank.left(x_.data(), residual_.data(), v.data(), q_.data(), expected.data(),
                                   of_);
     const DeviceArray<float> x(on_, x_, 1), e(on_, residual_), q(on_, q_), p(on_, p_), sum(on_, x_);
-    const DeviceArray<KeyState> key_state(on_, {KeyState{}});
-    const RunFeedback run_feedback{{e.data(), sum.data()}, key_state.data()};
-    const FactoredMatrix matrix{.of = matrix_,
-                                .x = x.data(),
-                                .y = sum.data(),
-                                .run_feedback = run_feedback,
-                                .p = p.data(),
-                                .q = q.data()};
+    const DeviceArray<GpuKeyState> key_state(on_, {GpuKeyState{}});
+    const SpanFeedback span_feedback{{e.data(), sum.data()}, key_state.data()};
+    const GpuMatrix matrix{.of = matrix_,
+                           .x = x.data(),
+                           .y = sum.data(),
+                           .span_feedback = span_feedback,
+                           .p = p.data(),
+                           .q = q.data()};
     on_.run(on_.api.left_factor(&matrix, 1, on_.stream), "left_factor");
     expect(p, expected, "left factor");
     expect(sum, v, "input plus residual");
@@ -109,7 +109,7 @@ class MatrixCheck {
     Floats expected(q_.size());
     codec::kernels().lowrank.right(x_.data(), p_.data(), expected.data(), of_);
     const DeviceArray<float> v(on_, x_), p(on_, p_, 1), q(on_, q_);
-    const FactoredMatrix matrix{.of = matrix_, .x = v.data(), .p = p.data(), .own_q = q.data()};
+    const GpuMatrix matrix{.of = matrix_, .x = v.data(), .p = p.data(), .own_q = q.data()};
     on_.run(on_.api.right_factor(&matrix, 1, on_.stream), "right_factor");
     expect(q, expected, "right factor");
   }
@@ -119,7 +119,7 @@ class MatrixCheck {
     codec::orthonormalise(of_, expected, room);
     const DeviceArray<float> p(on_, p_, 1);
     const DeviceArray<double> own(on_, std::vector<double>(p_.size()));
-    const FactoredMatrix matrix{.of = matrix_, .p = p.data(), .room = own.data()};
+    const GpuMatrix matrix{.of = matrix_, .p = p.data(), .room = own.data()};
     on_.run(on_.api.orthonormalise(&matrix, 1, on_.stream), "orthonormalise");
     expect(p, expected, "orthonormal columns");
   }
@@ -132,16 +132,16 @@ class MatrixCheck {
                                      of_);
     const DeviceArray<float> v(on_, x_, 1), p(on_, p_), q(on_, q_), own(on_, own_q), e(on_, x_),
         scales(on_, Floats{scale, own_scale});
-    const DeviceArray<KeyState> key_state(on_, {KeyState{}});
-    const RunFeedback run_feedback{{p.data(), e.data()}, key_state.data()};
-    const FactoredMatrix matrix{.of = matrix_,
-                                .x = v.data(),
-                                .y = v.data(),
-                                .run_feedback = run_feedback,
-                                .p = p.data(),
-                                .q = q.data(),
-                                .own_q = own.data(),
-                                .scales = scales.data()};
+    const DeviceArray<GpuKeyState> key_state(on_, {GpuKeyState{}});
+    const SpanFeedback span_feedback{{p.data(), e.data()}, key_state.data()};
+    const GpuMatrix matrix{.of = matrix_,
+                           .x = v.data(),
+                           .y = v.data(),
+                           .span_feedback = span_feedback,
+                           .p = p.data(),
+                           .q = q.data(),
+                           .own_q = own.data(),
+                           .scales = scales.data()};
     on_.run(on_.api.product(&matrix, 1, factor, on_.stream), "product");
     expect(v, y, "product");
     expect(e, error, "residual");
@@ -157,7 +157,7 @@ class MatrixCheck {
   const Device& on_;
   const Factors of_;
   Row& row_;
-  const Matrix matrix_;
+  const Factors matrix_;
   std::mt19937_64 random_;
   Floats x_, residual_, q_, p_;
 };
@@ -170,7 +170,7 @@ void check_headroom(const Device& on, std::size_t n, Row& row) {
     Floats q = draw_floats(n, Data::kNormal, random);
     q.back() = last;
     const DeviceArray<float> on_device(on, q, 1), scale(on, Floats{0});
-    const FactoredMatrix matrix{.of = {0, n, 1}, .q = on_device.data(), .scales = scale.data()};
+    const GpuMatrix matrix{.of = {0, n, 1}, .q = on_device.data(), .scales = scale.data()};
     on.run(on.api.take_headroom(&matrix, 1, on.stream), "take_headroom");
     const float expected = codec::take_headroom(q);
     bool intact = true;

@@ -52,7 +52,7 @@ class Long {
   }
   // Where it is other than the pattern, or -1.
   std::ptrdiff_t difference(const Floats& pattern) const {
-    Room pinned(on_.api, Room::Kind::kPinned);
+    Room pinned(on_.api, Room::MemoryKind::kPinned);
     auto* const part = reinterpret_cast<float*>(pinned.take(kPattern * sizeof(float)));
     for (std::uint64_t i = 0; i < n_; i += kPattern) {
       const std::uint64_t count = std::min(kPattern, n_ - i);
@@ -85,9 +85,9 @@ void check_fold(const Device& on, std::uint64_t n, Row& row) {
   for (std::uint64_t i = 0; i < kPattern; ++i) expected[i] = a[i] + b[i];
   const int dtype = static_cast<int>(DType::kFloat32), op = static_cast<int>(ReduceOp::kSum);
   auto* const y = reinterpret_cast<std::byte*>(acc.data());
-  const FoldRun run{y, y, n, 0};
-  on.run(on.api.fold_runs(dtype, op, &run, 1, {reinterpret_cast<std::byte*>(x.data()), 0, 1}, 1,
-                          on.stream),
+  const FoldSpan run{y, y, n, 0};
+  on.run(on.api.fold_spans(dtype, op, &run, 1, {reinterpret_cast<std::byte*>(x.data()), 0, 1}, 1,
+                           on.stream),
          "fold");
   expect_pattern(acc, expected, "sum", row);
 }
@@ -101,11 +101,11 @@ void check_codec(const Device& on, const char* spec, std::uint64_t n, Row& row) 
   Floats expected(kPattern);
   cpu->decode(payload, expected.data(), kPattern);
 
-  const auto codec = Codec::make(on.api, *cpu);
+  const auto codec = GpuCodec::make(on.api, *cpu);
   const Long x(on, n);
   Room out(on.api), scratch(on.api);
   x.fill(pattern);
-  Run run;
+  GpuSpan run;
   run.x = x.data();
   run.n = n;
   codec->encode(run, out.take(codec->payload_bytes(n)), scratch.take(codec->scratch_bytes(n) + 1),

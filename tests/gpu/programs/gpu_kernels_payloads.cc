@@ -23,7 +23,7 @@ class Foreign {
   Foreign(const Device& on, std::string_view spec, bool small)
       : on_(on),
         codec_(codec::make_codec(spec)),
-        gpu_(Codec::make(on.api, *codec_)),
+        gpu_(GpuCodec::make(on.api, *codec_)),
         turns_(small ? 1 : 4) {}
 
   void check(Row& row) {
@@ -111,7 +111,7 @@ class Foreign {
 
   const Device& on_;
   std::shared_ptr<const codec::Codec> codec_;
-  std::unique_ptr<const Codec> gpu_;
+  std::unique_ptr<const GpuCodec> gpu_;
   int turns_;
   std::mt19937_64 random_{19};
 };
@@ -131,7 +131,7 @@ void check_scale(const Device& on, Row& row) {
   const DeviceArray<std::byte> in(on, payload);
   const DeviceArray<float> y(on, x);
   const DeviceArray<std::uint32_t> flags(on, {0});
-  Codec::make(on.api, *codec)
+  GpuCodec::make(on.api, *codec)
       ->decode(in.data(), y.data(), n, /*add=*/false, flags.data(), on.stream);
   bool intact = true;
   row.expect_same(y.values(intact), expected, "a scale below 0");

@@ -1,10 +1,10 @@
-// Messages: exchanges bytes between one rank's GPU and those of other ranks. What is posted between
-// begin() and end() is one group, which end() enqueues on a stream. The group reads what earlier
-// work on that stream has written. Later work on the stream finds the group done: all of its bytes
-// have arrived, and its memory is free again. Several messages of a group between the same two
-// ranks match in their order.
+// Messages: exchanges bytes between one rank's GPU and those of other ranks. The messages that are
+// posted between begin() and end() are a group, which end() enqueues on a stream. The group reads
+// what earlier work on that stream has written. When later work on the stream begins, all bytes of
+// the group have arrived, and its memory may be used again. Messages of a group between the same
+// two ranks match in the order in which they are posted.
 //
-// There are three implementations: NCCL (messages_nccl.h), virtual ranks in one process
+// There are three implementations: NCCL (nccl/nccl_comm.h), virtual ranks in one process
 // (messages_loopback.h) and the CPU transports (messages_host.h); messages_routed.h combines
 // several. One thread at a time uses it; any thread may call abort().
 #pragma once
@@ -21,9 +21,9 @@
 
 namespace gradwire::cuda {
 
-// A stretch of a message of which not all bytes count. It begins with the sizes of its units, 4
-// bytes each, padded to kPayloadAlignment. Then each unit has a slot, of which the first `size`
-// bytes count.
+// A span of a message of which not all bytes count. It begins with a table of the sizes of its
+// units, 4 bytes each, padded to kPayloadAlignment. Then each unit has a slot, of which the first
+// `size` bytes count.
 struct Slotted {
   std::uint64_t units = 0;
   std::size_t slot_bytes = 0;
@@ -56,9 +56,9 @@ class Messages {
   virtual std::string_view name() const noexcept = 0;
 
   virtual void begin() = 0;
-  // `layout` lists the stretches of the whole message in order, the same at both ends; if it is
-  // empty, all bytes count. Only the device knows which bytes count, so messages may still be sent
-  // whole.
+  // Post a message. `layout` lists the spans of the whole message in order, the same at both ends;
+  // if it is empty, all bytes count. Only the device knows which bytes count, so messages may still
+  // be sent whole.
   virtual void send(const std::byte* data, std::size_t bytes, Rank peer,
                     std::span<const Slotted> layout = {}) = 0;
   virtual void receive(std::byte* data, std::size_t bytes, Rank peer,
@@ -67,8 +67,8 @@ class Messages {
   // nothing more may be posted.
   virtual void end(Stream stream) = 0;
 
-  // Returns whether there are collectives of the library's own, which run_native() runs outside of
-  // groups, all of a call in one piece, as end() enqueues a group.
+  // Returns whether the library has collectives of its own. run_native() enqueues all of a call's
+  // together, outside of groups, and throws as end() does.
   virtual bool has_collectives() const noexcept { return false; }
   virtual void run_native(std::span<const NativeCollective> /*collectives*/, Stream /*stream*/) {
     throw InvalidArgument("these messages between GPUs have no collectives of their own");
@@ -79,21 +79,21 @@ class Messages {
   // Makes enqueued work end, whatever the peers do. Later calls throw Aborted.
   virtual void abort() noexcept = 0;
 
-  // Called before destruction: waits a limited time for enqueued work. Returns false where
-  // something may still refer to this object, so that it must not be destroyed.
+  // To be called before destruction: waits some seconds for enqueued work. Returns false if
+  // something may still refer to this object, which must not be destroyed then.
   virtual bool rest() noexcept { return true; }
 
-  // Says that other Messages carry parts of the same rounds (messages_routed.h). Where these fail,
-  // what is enqueued goes on only after abort(), or some seconds, so that the others can be aborted
-  // before: nothing then hands other ranks bytes that never came.
+  // Says that other Messages carry frames of the same rounds (messages_routed.h). After a failure,
+  // enqueued work then goes on only after abort(), or some seconds: so the others can be aborted
+  // first, and send no rank bytes that never came.
   virtual void join_others() noexcept {}
 
-  // Sets a word that devices can read and that outlives this. Before enqueued work goes on without
-  // bytes that it waited for, kLost is set there.
-  virtual void tell_losses(std::uint32_t* word) { lost_ = word; }
+  // Sets a word in memory that devices can read, which must outlive this. kLost is set there before
+  // enqueued work goes on without bytes that it waited for.
+  virtual void set_loss_word(std::uint32_t* word) { lost_ = word; }
 
  protected:
-  void lose() noexcept {
+  void mark_lost() noexcept {
     if (lost_ != nullptr) std::atomic_ref(*lost_).fetch_or(kLost);
   }
 

@@ -38,16 +38,17 @@ void each_unit(std::byte* message, std::span<const Slotted> layout, Visit visit)
 
 }  // namespace
 
-HostTurns& HostTurns::here(const Api& api) {
+HostFunctionQueue& HostFunctionQueue::here(const Api& api) {
   static std::mutex mutex;
-  static auto* const all = new std::map<std::pair<const Api*, int>, HostTurns>;  // never destroyed
+  static auto* const all =
+      new std::map<std::pair<const Api*, int>, HostFunctionQueue>;  // never destroyed
   int device = 0;
   check(api, api.get_device(&device), "cudaGetDevice");
   const std::lock_guard lock(mutex);
   return all->try_emplace({&api, device}, api).first->second;
 }
 
-void HostTurns::call(Stream stream, void (*function)(void*), void* argument) {
+void HostFunctionQueue::enqueue(Stream stream, void (*function)(void*), void* argument) {
   const std::lock_guard lock(mutex_);
   if (recorded_) check(api_, api_.wait(stream, last_.get()), "cudaStreamWaitEvent");
   check(api_, api_.call_host(stream, function, argument), "cudaLaunchHostFunc");
@@ -56,12 +57,12 @@ void HostTurns::call(Stream stream, void (*function)(void*), void* argument) {
 }
 
 HostMessages::HostMessages(const Api& api, exec::Communicator& carrier, double timeout,
-                           HostTurns& turns)
+                           HostFunctionQueue& functions)
     : api_(api),
       carrier_(carrier),
       timeout_(timeout),
-      turns_(turns),
-      pinned_(api, Room::Kind::kPinned),
+      functions_(functions),
+      pinned_(api, Room::MemoryKind::kPinned),
       ended_(api) {}
 
 HostMessages::~HostMessages() { rest(); }
@@ -100,9 +101,9 @@ void HostMessages::begin() {
   posted_->receives.clear();
 }
 
-std::unique_ptr<HostMessages::Group> HostMessages::take_spare() {
+std::unique_ptr<HostMessages::HostGroup> HostMessages::take_spare() {
   const std::lock_guard lock(mutex_);
-  if (spare_.empty()) return std::make_unique<Group>();
+  if (spare_.empty()) return std::make_unique<HostGroup>();
   auto group = std::move(spare_.back());
   spare_.pop_back();
   return group;
@@ -132,7 +133,7 @@ void HostMessages::end(Stream stream) {
   const bool captured = on.is_captured();
   posted_->captured = captured;
   posted_->pinned = pinned_.take(used, on);
-  Group* const group = posted_.get();
+  HostGroup* const group = posted_.get();
   {
     const std::lock_guard lock(mutex_);
     groups_.push_back(std::move(posted_));
@@ -148,7 +149,7 @@ void HostMessages::end(Stream stream) {
   if (captured)
     cuda::check(api_, api_.call_host(stream, &HostMessages::run, group), "cudaLaunchHostFunc");
   else
-    turns_.call(stream, &HostMessages::run, group);
+    functions_.enqueue(stream, &HostMessages::run, group);
   for (const HostMessage& each : receives)
     cuda::check(
         api_, api_.copy(each.device, pinned + each.pinned, each.bytes, CopyKind::kToDevice, stream),
@@ -170,7 +171,7 @@ void HostMessages::abort() noexcept {
 // ---- On CUDA's thread --------------------------------------------------------------------------
 
 void HostMessages::run(void* argument) {
-  auto* const group = static_cast<Group*>(argument);
+  auto* const group = static_cast<HostGroup*>(argument);
   HostMessages& self = *group->owner;
   try {
     self.check();  // after an error nothing more is sent
@@ -192,7 +193,7 @@ void HostMessages::run(void* argument) {
 }
 
 void HostMessages::fail(const std::exception_ptr& error) noexcept {
-  lose();
+  mark_lost();
   const std::lock_guard lock(mutex_);
   if (!error_) error_ = error;
 }
@@ -206,7 +207,7 @@ void HostMessages::await_abort() const noexcept {
 
 // Sends and receives the sizes of all units first, then the bytes that count: so the receiver knows
 // how many bytes come.
-void HostMessages::exchange(Group& group) {
+void HostMessages::exchange(HostGroup& group) {
   auto &sends = group.sent, &receives = group.received;
   const auto wait = [this](auto& works) {
     for (auto& each : works) carrier_.wait(*each, timeout_);
@@ -248,7 +249,7 @@ void HostMessages::exchange(Group& group) {
   wait(sends);
 }
 
-void HostMessages::pack(Group& group, HostMessage& host_message) const {
+void HostMessages::pack(HostGroup& group, HostMessage& host_message) const {
   host_message.tables.clear();
   host_message.body.clear();
   each_unit(group.pinned + host_message.pinned, host_message.layout,
@@ -262,7 +263,7 @@ void HostMessages::pack(Group& group, HostMessage& host_message) const {
 }
 
 // Puts the received sizes into their places, checks them, and resizes the body to fit.
-void HostMessages::make_room(Group& group, HostMessage& host_message) const {
+void HostMessages::make_room(HostGroup& group, HostMessage& host_message) const {
   const std::byte* told = host_message.tables.data();
   std::byte* message = group.pinned + host_message.pinned;
   for (const Slotted& each : host_message.layout) {
@@ -284,7 +285,7 @@ void HostMessages::make_room(Group& group, HostMessage& host_message) const {
   host_message.body.resize(bytes);
 }
 
-void HostMessages::unpack(Group& group, const HostMessage& host_message) const {
+void HostMessages::unpack(HostGroup& group, const HostMessage& host_message) const {
   const std::byte* from = host_message.body.data();
   each_unit(group.pinned + host_message.pinned, host_message.layout,
             [&](std::uint32_t size, std::byte* slot, std::size_t) {

@@ -18,17 +18,18 @@
 
 namespace gradwire::cuda {
 
-// Host functions, on whatever streams, that run in the order in which they were enqueued. CUDA may
-// run all host functions of a process one after the other; then a function that waits for another
-// rank must not come before the one for which that rank waits. Where each rank makes its calls on
-// one thread, the order is the same on all ranks, whatever communicators the calls belong to.
-class HostTurns {
+// A queue of host functions: they run in the order in which they were enqueued, on whatever
+// streams. CUDA may run the host functions of a process one at a time. A function that waits for
+// another rank must then not come before the one for which that rank waits. If each rank makes its
+// calls on one thread, the order is the same on all ranks, for all communicators of a process
+// together.
+class HostFunctionQueue {
  public:
-  explicit HostTurns(const Api& api) : api_(api), last_(api) {}
-  // Returns the turns of all calls on this thread's device.
-  static HostTurns& here(const Api& api);
+  explicit HostFunctionQueue(const Api& api) : api_(api), last_(api) {}
+  // Returns the queue of all calls on this thread's device. It is never destroyed.
+  static HostFunctionQueue& here(const Api& api);
 
-  void call(Stream stream, void (*function)(void*), void* argument);
+  void enqueue(Stream stream, void (*function)(void*), void* argument);
 
  private:
   const Api& api_;
@@ -39,9 +40,10 @@ class HostTurns {
 
 class HostMessages final : public Messages {
  public:
-  // Only this uses `carrier`; `carrier` and `turns` outlive it. `timeout`: seconds for the messages
-  // of a group.
-  HostMessages(const Api& api, exec::Communicator& carrier, double timeout, HostTurns& turns);
+  // `carrier`, which nobody else may use, and `functions` must outlive it. `timeout`: seconds for
+  // the messages of a group.
+  HostMessages(const Api& api, exec::Communicator& carrier, double timeout,
+               HostFunctionQueue& functions);
   ~HostMessages() override;
 
   std::string_view name() const noexcept override { return "host"; }
@@ -66,7 +68,7 @@ class HostMessages final : public Messages {
     std::vector<Slotted> layout;
     std::vector<std::byte> tables, body;  // as it is sent, where it has a layout
   };
-  struct Group {
+  struct HostGroup {
     HostMessages* owner = nullptr;
     std::vector<HostMessage> sends, receives;
     std::byte* pinned = nullptr;
@@ -75,11 +77,11 @@ class HostMessages final : public Messages {
   };
 
   static void run(void* group);  // on CUDA's thread
-  void exchange(Group& group);
-  void pack(Group& group, HostMessage& host_message) const;
-  void make_room(Group& group, HostMessage& host_message) const;
-  void unpack(Group& group, const HostMessage& host_message) const;
-  std::unique_ptr<Group> take_spare();
+  void exchange(HostGroup& group);
+  void pack(HostGroup& group, HostMessage& host_message) const;
+  void make_room(HostGroup& group, HostMessage& host_message) const;
+  void unpack(HostGroup& group, const HostMessage& host_message) const;
+  std::unique_ptr<HostGroup> take_spare();
   bool await_end() const noexcept;
   bool are_over() const noexcept;
   void fail(const std::exception_ptr& error) noexcept;
@@ -88,15 +90,15 @@ class HostMessages final : public Messages {
   const Api& api_;
   exec::Communicator& carrier_;
   const double timeout_;
-  HostTurns& turns_;
+  HostFunctionQueue& functions_;
   Room pinned_;
   OwnedEvent ended_;  // recorded after the last group
   bool has_others_ = false;
   std::atomic<bool> is_aborted_ = false;
-  std::unique_ptr<Group> posted_;
-  mutable std::mutex mutex_;                    // guards all below
-  std::vector<std::unique_ptr<Group>> groups_;  // that run, or will run
-  std::vector<std::unique_ptr<Group>> spare_;
+  std::unique_ptr<HostGroup> posted_;
+  mutable std::mutex mutex_;                        // guards all below
+  std::vector<std::unique_ptr<HostGroup>> groups_;  // that run, or will run
+  std::vector<std::unique_ptr<HostGroup>> spare_;
   std::vector<std::shared_ptr<Work>> left_;  // of groups that failed: they may use their memory
   std::exception_ptr error_;
 };

@@ -38,7 +38,7 @@ class Loopback::Endpoint final : public Messages {
     require_alive();
   }
   void abort() noexcept override {
-    lose();
+    mark_lost();
     shared_.abort("rank " + std::to_string(rank_) + " aborted its GPU's messages");
   }
 
@@ -104,7 +104,7 @@ void Loopback::Endpoint::end(Stream stream) {
                 "cudaEventRecord");
   shared_.changed_.notify_all();
   for (const Sent& each : sends_) {
-    const Pair& pair = shared_.pair(rank_, each.to);
+    const RankPair& pair = shared_.pair(rank_, each.to);
     await(lock, each.to, [&] { return pair.taken >= each.number; });
     cuda::check(api, api.wait(stream, pair.taken_event->get()), "cudaStreamWaitEvent");
   }
@@ -112,7 +112,7 @@ void Loopback::Endpoint::end(Stream stream) {
 
 void Loopback::Endpoint::post() {
   for (Sent& each : sends_) {
-    Pair& pair = shared_.pair(rank_, each.to);
+    RankPair& pair = shared_.pair(rank_, each.to);
     pair.posted.push_back(each.posted_send);
     each.number = pair.taken + pair.posted.size();
   }
@@ -122,7 +122,7 @@ void Loopback::Endpoint::post() {
 void Loopback::Endpoint::take(std::unique_lock<std::mutex>& lock, const Received& each,
                               Stream stream) {
   const Api& api = shared_.api_;
-  Pair& pair = shared_.pair(each.from, rank_);
+  RankPair& pair = shared_.pair(each.from, rank_);
   await(lock, each.from, [&] { return !pair.posted.empty(); });
   const PostedSend posted_send = pair.posted.front();
   pair.posted.pop_front();
@@ -143,7 +143,7 @@ Loopback::Loopback(const Api& api, int size) : api_(api), size_(size) {
   ready_.resize(static_cast<std::size_t>(size));
 }
 
-Loopback::Pair& Loopback::pair(Rank from, Rank to) {
+Loopback::RankPair& Loopback::pair(Rank from, Rank to) {
   return pairs_[static_cast<std::size_t>(from) * static_cast<std::size_t>(size_) +
                 static_cast<std::size_t>(to)];
 }

@@ -16,16 +16,16 @@
 
 namespace gradwire::cuda {
 
-// The state that the ranks of one group share.
+// What the ranks of one group share. Any thread may use it.
 class Loopback {
  public:
   Loopback(const Api& api, int size);
 
-  // Called every 100 ms by a thread that waits; throws to end the wait.
+  // A waiting thread calls it about every 100 ms. It throws to end the wait.
   using Interrupt = std::function<void()>;
 
-  // Returns this rank's end, on this thread's device; only streams of that device may record the
-  // rank's events. end() waits `timeout` seconds for another rank to reach its own end(), then
+  // Returns the messages of this rank, whose streams must be of this thread's device. Their end()
+  // waits `timeout` seconds for another rank to reach its own end(), then
   // throws Timeout, which names that rank. The Loopback must outlive the result.
   std::unique_ptr<Messages> endpoint(Rank rank, double timeout, Interrupt interrupt = nullptr);
 
@@ -38,18 +38,18 @@ class Loopback {
     std::size_t bytes = 0;
   };
   // The messages from one rank to another.
-  struct Pair {
+  struct RankPair {
     std::deque<PostedSend> posted;  // not received yet
     std::uint64_t taken = 0;        // messages received so far; `taken_event` follows the last one
     std::unique_ptr<OwnedEvent> taken_event;
   };
-  Pair& pair(Rank from, Rank to);
+  RankPair& pair(Rank from, Rank to);
 
   const Api& api_;
   const int size_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Pair> pairs_;
+  std::vector<RankPair> pairs_;
   std::vector<std::unique_ptr<OwnedEvent>> ready_;  // by sender: all that it has posted is ready
   bool aborted_ = false;
   std::string reason_;

@@ -1,6 +1,5 @@
-// Messages over several transports: each peer has a route, which is one of the transports and the
-// peer's rank there. So NCCL within a host and the CPU transports between hosts
-// act as one.
+// Messages over several transports. Each peer has a route: one of the transports, and the peer's
+// rank there. So NCCL within a host and the CPU transports between hosts act as one.
 #pragma once
 
 #include <memory>
@@ -15,13 +14,13 @@ namespace gradwire::cuda {
 class RoutedMessages final : public Messages {
  public:
   struct Route {
-    std::size_t way = 0;
+    std::size_t transport = 0;
     Rank rank = kNowhere;  // the peer's rank in that transport
     static constexpr Rank kNowhere = -1;
   };
   // All ranks list the same kinds of transport in the same order, the one between hosts first.
   // `routes` is indexed by peer; this rank's own entry is not used.
-  RoutedMessages(std::vector<std::unique_ptr<Messages>> ways, std::vector<Route> routes);
+  RoutedMessages(std::vector<std::unique_ptr<Messages>> transports, std::vector<Route> routes);
 
   std::string_view name() const noexcept override { return name_; }
   void begin() override;
@@ -33,12 +32,12 @@ class RoutedMessages final : public Messages {
   void check() override;
   void abort() noexcept override;
   bool rest() noexcept override;
-  void tell_losses(std::uint32_t* word) override;
+  void set_loss_word(std::uint32_t* word) override;
 
  private:
   const Route& route(Rank peer) const { return routes_.at(static_cast<std::size_t>(peer)); }
 
-  std::vector<std::unique_ptr<Messages>> ways_;
+  std::vector<std::unique_ptr<Messages>> transports_;
   std::vector<Route> routes_;
   std::string name_;
 };

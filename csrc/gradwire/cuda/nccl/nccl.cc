@@ -24,7 +24,7 @@ std::string loader_says() {
   return said == nullptr ? "no reason given" : said;
 }
 
-struct Opened {
+struct OpenedNccl {
   void* handle = nullptr;  // never closed: its threads run until the process ends
   std::string origin;
 };
@@ -32,9 +32,9 @@ struct Opened {
 // Tries one place after the other, and keeps the error of each.
 class Search {
  public:
-  std::optional<Opened> open(const std::string& file, const std::string& origin, int also = 0) {
+  std::optional<OpenedNccl> open(const std::string& file, const std::string& origin, int also = 0) {
     void* handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL | also);
-    if (handle != nullptr) return Opened{handle, origin};
+    if (handle != nullptr) return OpenedNccl{handle, origin};
     const std::string why = loader_says();  // dlopen has no error for one that is not loaded yet
     if ((also & RTLD_NOLOAD) == 0) said_ += (said_.empty() ? "" : "; ") + why;
     return std::nullopt;
@@ -45,14 +45,14 @@ class Search {
   std::string said_;
 };
 
-Opened open_named(const std::string& file) {
+OpenedNccl open_named(const std::string& file) {
   Search search;
   if (auto found = search.open(file, kVariable)) return *std::move(found);
   throw InvalidArgument(std::string(kVariable) + "=" + file + " does not load (" + search.said() +
                         "): name a libnccl.so.2, or unset it");
 }
 
-Opened open_first(const std::vector<std::string>& files) {
+OpenedNccl open_first(const std::vector<std::string>& files) {
   Search search;
   if (auto found = search.open(Nccl::kLibrary, "loaded already", RTLD_NOLOAD))
     return *std::move(found);
@@ -64,7 +64,7 @@ Opened open_first(const std::vector<std::string>& files) {
 
 class Resolver {
  public:
-  explicit Resolver(const Opened& opened) : handle_(opened.handle) {}
+  explicit Resolver(const OpenedNccl& opened) : handle_(opened.handle) {}
 
   template <typename Function>
   void find(Function& function, const char* name) {
@@ -101,7 +101,7 @@ void find_version(Nccl& nccl, Resolver& resolver) {
                           " or newer can end a call whose peer is gone" + kRemedy);
 }
 
-Nccl resolve(const Opened& opened) {
+Nccl resolve(const OpenedNccl& opened) {
   Resolver resolver(opened);
   Nccl n{};
   n.origin = opened.origin;
@@ -137,7 +137,7 @@ const Nccl& Nccl::load(const std::vector<std::string>& search) {
   const std::lock_guard lock(mutex);
   const auto found = loaded.find(named);
   if (found != loaded.end()) return found->second;
-  const Opened opened = named.empty() ? open_first(search) : open_named(named);
+  const OpenedNccl opened = named.empty() ? open_first(search) : open_named(named);
   return loaded.emplace(named, resolve(opened)).first->second;
 }
 

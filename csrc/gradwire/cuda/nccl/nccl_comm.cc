@@ -385,7 +385,7 @@ void NcclComm::require_not_aborted() const {
 }
 
 void NcclComm::abort() noexcept {
-  lose();
+  mark_lost();
   shared_->aborted = true;
   if (forks() != forks_) return;
   const std::lock_guard lock(aborts_);

@@ -1,28 +1,29 @@
-// Runs that one launch works on. Each is cut into tiles (elements that a thread block, or a warp,
-// takes at once), which are numbered through all runs. The table is a kernel's argument: nothing is
-// copied to the device, and a graph keeps it.
+// Spans that one launch works on. Each is cut into tiles (elements that a thread block, or a warp,
+// takes at once), which are numbered through all spans. The table is a kernel's argument: nothing
+// is copied to the device, and a graph keeps it.
 #pragma once
 
 #include "gradwire/cuda/plugin/gpu.cuh"
 
 namespace gradwire::cuda {
 
-// A tile, and its run.
+// A tile, and its span.
 template <typename Each>
 struct Tile {
-  const Each& run;
-  std::uint64_t number;      // in its run
-  std::uint64_t first, all;  // the number through all runs of the run's first tile; the run's tiles
+  const Each& span;
+  std::uint64_t number;  // in its span
+  std::uint64_t first,
+      all;  // the number through all spans of the span's first tile; the span's tiles
 };
 
 template <typename Each>
 struct Batch {
   // A kernel takes 4 KB of arguments.
   static constexpr unsigned kMost =
-      kMostRuns * sizeof(Each) < 3600 ? kMostRuns : 3600 / sizeof(Each);
+      kMostSpans * sizeof(Each) < 3600 ? kMostSpans : 3600 / sizeof(Each);
 
   unsigned count = 0;
-  std::uint32_t first[kMost + 1] = {};  // tiles before each run, and of all
+  std::uint32_t first[kMost + 1] = {};  // tiles before each span, and of all
   Each at[kMost] = {};
 
   // Calls body(tile) for each tile from `begin` on in steps of `step`; or for those of this block.
@@ -47,7 +48,7 @@ struct Batch {
   }
 
  private:
-  // Returns the run of a tile.
+  // Returns the span of a tile.
   __device__ unsigned find(std::uint64_t tile) const {
     unsigned low = 0, high = count;
     while (high - low > 1) {
@@ -62,18 +63,18 @@ struct Batch {
 };
 
 template <typename Given>
-bool is_empty(const Given& run) {
-  return run.n == 0;
+bool is_empty(const Given& span) {
+  return span.n == 0;
 }
-inline bool is_empty(const FactoredMatrix&) { return false; }
+inline bool is_empty(const GpuMatrix&) { return false; }
 
-// Calls start(batch) for all runs, as many at a time as it holds, and leaves out empty ones.
-// make(run) returns what the kernel takes, tiles(run) into how many tiles a run is cut.
+// Calls start(batch) for all spans, as many at a time as it holds, and leaves out empty ones.
+// make(span) returns what the kernel takes, tiles(span) into how many tiles a span is cut.
 template <typename Given, typename Make, typename Tiles, typename Start>
-Status in_batches(const Given* runs, int count, Make make, Tiles tiles, Start start) {
-  Batch<decltype(make(*runs))> batch;
+Status in_batches(const Given* spans, int count, Make make, Tiles tiles, Start start) {
+  Batch<decltype(make(*spans))> batch;
   for (int i = 0; i < count; ++i) {
-    if (!is_empty(runs[i])) batch.add(make(runs[i]), tiles(runs[i]));
+    if (!is_empty(spans[i])) batch.add(make(spans[i]), tiles(spans[i]));
     if (batch.count < batch.kMost && i + 1 < count) continue;
     if (batch.count > 0)
       if (const Status status = start(batch); status != 0) return status;
@@ -81,10 +82,10 @@ Status in_batches(const Given* runs, int count, Make make, Tiles tiles, Start st
   }
   return 0;
 }
-// The same of kernels that take the runs as they are given.
+// The same of kernels that take the spans as they are given.
 template <typename Given, typename Tiles, typename Start>
-Status in_batches(const Given* runs, int count, Tiles tiles, Start start) {
-  return in_batches(runs, count, [](const Given& run) { return run; }, tiles, start);
+Status in_batches(const Given* spans, int count, Tiles tiles, Start start) {
+  return in_batches(spans, count, [](const Given& span) { return span; }, tiles, start);
 }
 
 }  // namespace gradwire::cuda

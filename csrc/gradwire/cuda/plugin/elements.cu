@@ -2,8 +2,8 @@
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda {
@@ -13,41 +13,44 @@ constexpr unsigned kThreads = 256;
 constexpr unsigned kCount = 8;  // elements of a thread
 constexpr unsigned kTile = kThreads * kCount;
 
-std::uint64_t tiles_of(const Run& run) { return blocks_for(run.n, kTile); }
+std::uint64_t tiles_of(const GpuSpan& span) { return blocks_for(span.n, kTile); }
 
 template <unsigned kWide>
-__device__ void deliver_tile(const Run& run, std::uint64_t begin) {
+__device__ void deliver_tile(const GpuSpan& span, std::uint64_t begin) {
   const Share<kThreads, kCount, kWide> share{threadIdx.x};
-  const Feedback feedback = feedback_of(run.run_feedback);
-  const std::uint64_t left = run.n - begin;
+  const Residuals feedback = feedback_of(span.span_feedback);
+  const std::uint64_t left = span.n - begin;
   float v[kCount], e[kCount];
-  share.load(run.x + begin, left, v);
+  share.load(span.x + begin, left, v);
   share.load(feedback.before + begin, left, e);
 #pragma unroll
   for (unsigned i = 0; i < kCount; ++i) {
     v[i] = canonical(v[i] + e[i]);
     e[i] = 0;
   }
-  share.store(run.y + begin, left, v);
+  share.store(span.y + begin, left, v);
   share.store(feedback.after + begin, left, e);
 }
 
-__global__ void __launch_bounds__(kThreads) deliver_kernel(const __grid_constant__ Batch<Run> of) {
-  of.each_tile([](Tile<Run> tile) {
-    const Run& run = tile.run;
-    if (all_aligned(run.x, run.y) && is_aligned(run.run_feedback))
-      deliver_tile<4>(run, tile.number * kTile);
+__global__ void __launch_bounds__(kThreads)
+    deliver_kernel(const __grid_constant__ Batch<GpuSpan> of) {
+  of.each_tile([](Tile<GpuSpan> tile) {
+    const GpuSpan& span = tile.span;
+    if (all_aligned(span.x, span.y) && is_aligned(span.span_feedback))
+      deliver_tile<4>(span, tile.number * kTile);
     else
-      deliver_tile<1>(run, tile.number * kTile);
+      deliver_tile<1>(span, tile.number * kTile);
   });
 }
 
-// Runs without a residual are left as they are.
-Status deliver_runs(const Run* runs, int count, Stream stream) {
+// Spans without a residual are left as they are.
+Status deliver_spans(const GpuSpan* spans, int count, Stream stream) {
   return in_batches(
-      runs, count,
-      [](const Run& run) { return keeps_errors(run.run_feedback) ? blocks_for(run.n, kTile) : 0; },
-      [&](const Batch<Run>& batch) {
+      spans, count,
+      [](const GpuSpan& span) {
+        return keeps_errors(span.span_feedback) ? blocks_for(span.n, kTile) : 0;
+      },
+      [&](const Batch<GpuSpan>& batch) {
         return launch(deliver_kernel, batch.tiles(), kThreads, stream, batch);
       });
 }
@@ -72,7 +75,7 @@ __device__ bool look_at(const float* y, std::uint64_t n, Team team) {
 }
 
 struct Marked {
-  Batch<Run> runs;
+  Batch<GpuSpan> spans;
   std::uint64_t unit;
   bool fills;
   std::uint32_t* flags;
@@ -81,10 +84,10 @@ struct Marked {
 template <bool kAlone>
 __global__ void __launch_bounds__(kThreads) mark_kernel(const __grid_constant__ Marked of) {
   const Team<kAlone> team;
-  of.runs.each_tile(team.number(), team.count(), [&](Tile<Run> tile) {
-    const std::uint64_t begin = tile.number * of.unit, left = tile.run.n - begin;
+  of.spans.each_tile(team.number(), team.count(), [&](Tile<GpuSpan> tile) {
+    const std::uint64_t begin = tile.number * of.unit, left = tile.span.n - begin;
     const std::uint64_t length = left < of.unit ? left : of.unit;
-    float* const y = tile.run.y + begin;
+    float* const y = tile.span.y + begin;
     const bool finite = is_aligned(y) ? look_at<4>(y, length, team) : look_at<1>(y, length, team);
     if (!team.any(!finite)) return;
     if (team.rank() == 0) set_flag(of.flags, kNotFinite);
@@ -93,13 +96,13 @@ __global__ void __launch_bounds__(kThreads) mark_kernel(const __grid_constant__ 
   });
 }
 
-Status mark_runs(const Run* runs, int count, std::uint64_t unit, std::uint32_t* flags,
-                 Stream stream) {
+Status mark_spans(const GpuSpan* spans, int count, std::uint64_t unit, std::uint32_t* flags,
+                  Stream stream) {
   Marked of{{}, unit > 1 ? unit : kOfWarp, unit > 1, flags};
   return in_batches(
-      runs, count, [&of](const Run& run) { return blocks_for(run.n, of.unit); },
-      [&](const Batch<Run>& batch) {
-        of.runs = batch;
+      spans, count, [&of](const GpuSpan& span) { return blocks_for(span.n, of.unit); },
+      [&](const Batch<GpuSpan>& batch) {
+        of.spans = batch;
         if (of.unit <= kOfWarp)
           return launch(mark_kernel<true>, blocks_for(batch.tiles(), kThreads / kWarp), kThreads,
                         stream, of);
@@ -120,18 +123,18 @@ Status add_flags(const std::uint32_t* more, std::uint32_t* flags, Stream stream)
 
 // Launched on few blocks, since it seldom has anything to do.
 __global__ void __launch_bounds__(kThreads)
-    poison_kernel(const __grid_constant__ Batch<Run> of, const std::uint32_t* flags) {
+    poison_kernel(const __grid_constant__ Batch<GpuSpan> of, const std::uint32_t* flags) {
   if (*flags == 0) return;
-  of.each_tile([](Tile<Run> tile) {
+  of.each_tile([](Tile<GpuSpan> tile) {
     const std::uint64_t begin = tile.number * kTile;
-    for (std::uint64_t i = begin + threadIdx.x; i < begin + kTile && i < tile.run.n; i += kThreads)
-      tile.run.y[i] = quiet_nan<float>();
+    for (std::uint64_t i = begin + threadIdx.x; i < begin + kTile && i < tile.span.n; i += kThreads)
+      tile.span.y[i] = quiet_nan<float>();
   });
 }
 
-Status poison(const Run* runs, int count, const std::uint32_t* flags, Stream stream) {
+Status poison(const GpuSpan* spans, int count, const std::uint32_t* flags, Stream stream) {
   constexpr std::uint64_t kMost = 1024;
-  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
+  return in_batches(spans, count, tiles_of, [&](const Batch<GpuSpan>& batch) {
     const std::uint64_t blocks = batch.tiles() < kMost ? batch.tiles() : kMost;
     return launch(poison_kernel, blocks, kThreads, stream, batch, flags);
   });
@@ -139,30 +142,30 @@ Status poison(const Run* runs, int count, const std::uint32_t* flags, Stream str
 
 // ---- Keys --------------------------------------------------------------------------------------
 
-__global__ void open_kernel(KeyState* const* key_states, std::uint64_t count) {
+__global__ void open_kernel(GpuKeyState* const* key_states, std::uint64_t count) {
   for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
-    KeyState& key_state = *key_states[i];
-    const CodecState last = key_state.codec_state[key_state.which];
+    GpuKeyState& key_state = *key_states[i];
+    const GpuCodecState last = key_state.codec_state[key_state.which];
     key_state.codec_state[key_state.which ^ 1U] = {last.tau, 0, 0};
   }
 }
 
-Status open(KeyState* const* key_states, std::uint64_t count, Stream stream) {
+Status open(GpuKeyState* const* key_states, std::uint64_t count, Stream stream) {
   return launch(open_kernel, blocks_for(count, kThreads), kThreads, stream, key_states, count);
 }
 
-__global__ void settle_kernel(KeyState* const* key_states, std::uint64_t count, bool remembers,
+__global__ void settle_kernel(GpuKeyState* const* key_states, std::uint64_t count, bool remembers,
                               const std::uint32_t* flags) {
   if (*flags != 0) return;
   for (std::uint64_t i = first_index(); i < count; i += index_stride()) {
-    KeyState& key_state = *key_states[i];
+    GpuKeyState& key_state = *key_states[i];
     key_state.which ^= 1U;
     if (remembers) key_state.which_memory ^= 1U;
     ++key_state.calls;
   }
 }
 
-Status settle(KeyState* const* key_states, std::uint64_t count, bool remembers,
+Status settle(GpuKeyState* const* key_states, std::uint64_t count, bool remembers,
               const std::uint32_t* flags, Stream stream) {
   return launch(settle_kernel, blocks_for(count, kThreads), kThreads, stream, key_states, count,
                 remembers, flags);
@@ -171,7 +174,7 @@ Status settle(KeyState* const* key_states, std::uint64_t count, bool remembers,
 // ---- Scales ------------------------------------------------------------------------------------
 
 struct Scaled {
-  Batch<Run> runs;
+  Batch<GpuSpan> spans;
   double factor;
   const float *now, *before;
 
@@ -196,28 +199,28 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__
   const double factor = of.all();
   if (factor == 1) return;
   const Share<kThreads, kCount, 1> share{threadIdx.x};
-  of.runs.each_tile([&](Tile<Run> tile) {
-    const Run& run = tile.run;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
+    const GpuSpan& span = tile.span;
     const std::uint64_t begin = tile.number * kTile;
-    KeyState& key_state = *run.run_feedback.key_state;
-    float* const residual = one_of(run.run_feedback.residual, key_state.which) + begin;
+    GpuKeyState& key_state = *span.span_feedback.key_state;
+    float* const residual = one_of(span.span_feedback.residual, key_state.which) + begin;
     float e[kCount];
-    share.load(residual, run.n - begin, e);
+    share.load(residual, span.n - begin, e);
 #pragma unroll
     for (float& each : e) each = scaled(each, factor);
-    share.store(residual, run.n - begin, e);
+    share.store(residual, span.n - begin, e);
     if (begin > 0 || threadIdx.x > 0) return;
-    CodecState& codec_state = key_state.codec_state[key_state.which];
+    GpuCodecState& codec_state = key_state.codec_state[key_state.which];
     const double magnitude = factor < 0 ? -factor : factor;
     codec_state.tau = scaled(codec_state.tau, magnitude);
   });
 }
 
-Status scale_residuals(const Run* runs, int count, double factor, const float* now,
+Status scale_residuals(const GpuSpan* spans, int count, double factor, const float* now,
                        const float* before, Stream stream) {
   Scaled of{{}, factor, now, before};
-  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
-    of.runs = batch;
+  return in_batches(spans, count, tiles_of, [&](const Batch<GpuSpan>& batch) {
+    of.spans = batch;
     return launch(scale_kernel, batch.tiles(), kThreads, stream, of);
   });
 }
@@ -225,22 +228,22 @@ Status scale_residuals(const Run* runs, int count, double factor, const float* n
 // ---- What was sent -----------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(kThreads)
-    clear_sent_kernel(const __grid_constant__ Batch<Run> of) {
+    clear_sent_kernel(const __grid_constant__ Batch<GpuSpan> of) {
   const Share<kThreads, kCount, 1> share{threadIdx.x};
-  of.each_tile([&](Tile<Run> tile) {
-    const Run& run = tile.run;
+  of.each_tile([&](Tile<GpuSpan> tile) {
+    const GpuSpan& span = tile.span;
     const std::uint64_t begin = tile.number * kTile;
     float y[kCount], e[kCount];
-    share.load(run.y + begin, run.n - begin, y);
-    share.load(residual_of(run.run_feedback) + begin, run.n - begin, e);
+    share.load(span.y + begin, span.n - begin, y);
+    share.load(residual_of(span.span_feedback) + begin, span.n - begin, e);
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) y[i] = e[i] == 0 ? 0 : y[i];
-    share.store(run.y + begin, run.n - begin, y);
+    share.store(span.y + begin, span.n - begin, y);
   });
 }
 
-Status clear_sent(const Run* runs, int count, Stream stream) {
-  return in_batches(runs, count, tiles_of, [&](const Batch<Run>& batch) {
+Status clear_sent(const GpuSpan* spans, int count, Stream stream) {
+  return in_batches(spans, count, tiles_of, [&](const Batch<GpuSpan>& batch) {
     return launch(clear_sent_kernel, batch.tiles(), kThreads, stream, batch);
   });
 }
@@ -248,8 +251,8 @@ Status clear_sent(const Run* runs, int count, Stream stream) {
 }  // namespace
 
 void fill_elements(Api& api) {
-  api.deliver_runs = deliver_runs;
-  api.mark_runs = mark_runs;
+  api.deliver_spans = deliver_spans;
+  api.mark_spans = mark_spans;
   api.add_flags = add_flags;
   api.poison = poison;
   api.open = open;

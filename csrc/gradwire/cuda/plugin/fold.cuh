@@ -19,7 +19,7 @@ struct Plain {
   __device__ static T narrow(T v) { return canonical(v); }
 };
 template <typename Half>
-struct Narrow {
+struct NarrowFloat {
   using Stored = std::uint16_t;
   using Value = float;
   __device__ static float widen(std::uint16_t h) { return Half::widen_number(h); }
@@ -189,9 +189,9 @@ Status start_any(DType dtype, ReduceOp op, bool scales, Start start) {
     case DType::kFloat64:
       return floats.template operator()<Plain<double>>(1, kProd);
     case DType::kFloat16:
-      return floats.template operator()<Narrow<Fp16>>(1, kProd);
+      return floats.template operator()<NarrowFloat<GpuFp16>>(1, kProd);
     case DType::kBFloat16:
-      return floats.template operator()<Narrow<Bf16>>(1, kProd);
+      return floats.template operator()<NarrowFloat<GpuBf16>>(1, kProd);
     case DType::kComplex64:
       return floats.template operator()<Plain<float>>(2, kAvg);
     case DType::kComplex128:

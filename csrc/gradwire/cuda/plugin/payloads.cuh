@@ -13,7 +13,7 @@ struct NoPayloads {
 // A unit's payloads in messages of one layout.
 struct StridedPayloads {
   static constexpr bool kAny = true;
-  const Payloads& messages;
+  const GpuPayloads& messages;
   std::uint64_t place;  // where the unit's begins in a message
   __device__ int count() const { return messages.count; }
   __device__ const std::byte* at(int j) const {

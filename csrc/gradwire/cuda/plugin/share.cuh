@@ -1,5 +1,5 @@
-// Distributes the elements of a tile over threads. Where all pointers are aligned to a run of kWide
-// elements, a thread moves a run at once; else it moves single elements, and neighbouring threads
+// Distributes the elements of a tile over threads. Where all pointers are aligned to kWide
+// elements, a thread moves so many at once; else it moves single elements, and neighbouring threads
 // move neighbouring elements. A thread starts all its loads before it uses any of the values.
 #pragma once
 
@@ -34,7 +34,8 @@ __device__ void store_at_once(T* to, const Neighbours<T, kWide>& few) {
   *reinterpret_cast<Neighbours<T, kWide>*>(to) = few;
 }
 
-// A thread's share of a tile: kCount elements for each of kThreads threads, in runs of kWide.
+// A thread's share of a tile: kCount elements for each of kThreads threads, kWide neighbours at a
+// time.
 template <unsigned kThreads, unsigned kCount, unsigned kWide>
 struct Share {
   static constexpr unsigned kTile = kThreads * kCount;
@@ -90,8 +91,8 @@ template <typename... Pointers>
 __host__ __device__ bool all_aligned(const Pointers*... each) {
   return (is_aligned(each) && ...);
 }
-__host__ __device__ inline bool is_aligned(const RunFeedback& run_feedback) {
-  return all_aligned(run_feedback.residual[0], run_feedback.residual[1]);
+__host__ __device__ inline bool is_aligned(const SpanFeedback& span_feedback) {
+  return all_aligned(span_feedback.residual[0], span_feedback.residual[1]);
 }
 
 }  // namespace gradwire::cuda

@@ -6,7 +6,7 @@
 
 namespace gradwire::cuda {
 
-struct Fp16 {
+struct GpuFp16 {
   static constexpr float kLargest = 65504.0F;
   static constexpr std::uint16_t kNan = 0x7E00;
 
@@ -27,7 +27,7 @@ struct Fp16 {
   }
 };
 
-struct Bf16 {
+struct GpuBf16 {
   static constexpr float kLargest = 0x1.FEp127F;
   static constexpr std::uint16_t kNan = 0x7FC0;
 

@@ -13,11 +13,11 @@ struct CastScale {
   float by, back;
   std::uint32_t limit;  // bits of the limit
 
-  static CastScale of(Cast cast, float scale) {
+  static CastScale of(CastType cast, float scale) {
     const float back = 1.0F / scale;
     return {scale, back,
-            std::bit_cast<std::uint32_t>((cast == Cast::kFp16 ? Fp16::kLargest : Bf16::kLargest) *
-                                         back)};
+            std::bit_cast<std::uint32_t>(
+                (cast == CastType::kFp16 ? GpuFp16::kLargest : GpuBf16::kLargest) * back)};
   }
 };
 

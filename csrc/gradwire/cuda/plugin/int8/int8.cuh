@@ -1,5 +1,5 @@
 // Blocks of int8 (codec/int8.cc defines it): a scale, then one byte per element. A warp handles a
-// segment of a block at once.
+// stripe of a block at once.
 #pragma once
 
 #include "gradwire/codec/blocks.h"
@@ -13,8 +13,8 @@ namespace gradwire::cuda::int8 {
 using codec::Int8Kernels;
 using codec::splitmix64;
 
-inline constexpr unsigned kCount = 32;                // elements of a thread
-inline constexpr unsigned kSegment = kWarp * kCount;  // elements of a block that a warp handles
+inline constexpr unsigned kCount = 32;               // elements of a thread
+inline constexpr unsigned kStripe = kWarp * kCount;  // elements of a block that a warp handles
 
 constexpr std::uint64_t payload_bytes(std::uint64_t block) { return sizeof(float) + block; }
 
@@ -59,7 +59,7 @@ class Rounding {
   std::uint64_t key_;
 };
 
-// Returns the part of the random numbers' key that all blocks of a run share.
+// Returns the part of the random numbers' key that all blocks of a span share.
 __device__ inline std::uint64_t run_key(std::uint64_t seed, std::uint64_t call,
                                         std::uint64_t calls) {
   return splitmix64(splitmix64(seed) ^ call ^ calls);
@@ -73,11 +73,11 @@ __device__ inline float scale_at(const std::byte* payload, std::uint32_t* flags,
   return quiet_nan<float>();
 }
 
-// Adds a segment of each payload in turn. `payloads` has their count(), and the block's payload in
-// each, at(j); `inside`: where the segment begins in the block. It sets v first unless it adds.
-template <unsigned kWide, typename Payloads>
-__device__ void add_segments(const Payloads& payloads, std::uint64_t inside, std::uint64_t n,
-                             bool adds, std::uint32_t* flags, float (&v)[kCount]) {
+// Adds a stripe of each payload in turn. `payloads` has their count(), and the block's payload in
+// each, at(j); `inside`: where the stripe begins in the block. It sets v first unless it adds.
+template <unsigned kWide, typename Received>
+__device__ void add_stripes(const Received& payloads, std::uint64_t inside, std::uint64_t n,
+                            bool adds, std::uint32_t* flags, float (&v)[kCount]) {
   const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
   for (int j = 0; j < payloads.count(); ++j) {
     const std::byte* const payload = payloads.at(j);
@@ -92,23 +92,23 @@ __device__ void add_segments(const Payloads& payloads, std::uint64_t inside, std
   }
 }
 
-// Decodes a segment: y := y + each payload in turn, or the sum of all payloads times factor.
-template <unsigned kWide, typename Payloads>
-__device__ void decode_segment(const Payloads& payloads, std::uint64_t inside, std::uint64_t n,
-                               bool adds, float factor, std::uint32_t* flags, float* y) {
+// Decodes a stripe: y := y + each payload in turn, or the sum of all payloads times factor.
+template <unsigned kWide, typename Received>
+__device__ void decode_stripe(const Received& payloads, std::uint64_t inside, std::uint64_t n,
+                              bool adds, float factor, std::uint32_t* flags, float* y) {
   const Share<kWarp, kCount, kWide> share{threadIdx.x % kWarp};
   float v[kCount];
   if (adds) share.load(y, n, v);
-  add_segments<kWide>(payloads, inside, n, adds, flags, v);
+  add_stripes<kWide>(payloads, inside, n, adds, flags, v);
 #pragma unroll
   for (float& each : v) each = times(each, factor);
   share.store(y, n, v);
 }
 
-// A block that a team encodes: its warps take turns at the segments. A block with more segments
+// A block that a team encodes: its warps take turns at the stripes. A block with more stripes
 // than the team has warps is read twice.
-template <bool kFeedsBack, unsigned kWide, typename Team, typename Payloads>
-struct Block {
+template <bool kFeedsBack, unsigned kWide, typename Team, typename Received>
+struct Int8BlockEncoder {
   const float* x;
   const float* before;  // e and e', with feedback
   float* after;
@@ -117,13 +117,13 @@ struct Block {
   std::uint64_t n;
   float factor;  // of y
   std::uint32_t* flags;
-  const Payloads& payloads;  // that are added to x
+  const Received& payloads;  // that are added to x
   Team team;
   Share<kWarp, kCount, kWide> share;
 
   __device__ void load(std::uint64_t begin, float (&v)[kCount]) const {
     share.load(x + begin, n - begin, v);
-    add_segments<kWide>(payloads, begin, n - begin, /*adds=*/true, flags, v);
+    add_stripes<kWide>(payloads, begin, n - begin, /*adds=*/true, flags, v);
     if constexpr (kFeedsBack) {
       float e[kCount];
       share.load(before + begin, n - begin, e);
@@ -133,30 +133,30 @@ struct Block {
   }
 
   template <typename Visit>
-  __device__ void each_segment(Visit visit) const {
+  __device__ void each_stripe(Visit visit) const {
     if constexpr (Team::kOneWarp) {
       visit(0);
     } else {
-      const std::uint64_t step = team.warps() * kSegment;
-      for (std::uint64_t begin = team.warp() * kSegment; begin < n; begin += step) visit(begin);
+      const std::uint64_t step = team.warps() * kStripe;
+      for (std::uint64_t begin = team.warp() * kStripe; begin < n; begin += step) visit(begin);
     }
   }
 
   __device__ void encode(const Rounding& round) const {
     float v[kCount];
     std::uint32_t most = 0;
-    each_segment([&](std::uint64_t begin) {
+    each_stripe([&](std::uint64_t begin) {
       load(begin, v);
 #pragma unroll
       for (unsigned i = 0; i < kCount; ++i) most = Larger{}(most, magnitude_bits(v[i]));
     });
     most = team.largest(most);
     const bool finite = most < kInfinityBits;
-    const bool again = n > std::uint64_t{team.warps()} * kSegment;
+    const bool again = n > std::uint64_t{team.warps()} * kStripe;
     const Scale by = finite ? Scale::of(__uint_as_float(most)) : Scale{quiet_nan<float>(), 0};
     if (team.rank() == 0) *reinterpret_cast<float*>(out) = by.scale;
     if (y != nullptr && !finite && team.rank() == 0) set_flag(flags, kNotFinite);
-    each_segment([&](std::uint64_t begin) {
+    each_stripe([&](std::uint64_t begin) {
       if (again) load(begin, v);
       write(v, begin, finite, by, round);
     });

@@ -9,7 +9,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -52,7 +52,7 @@ __device__ void write_scaled(std::uint32_t largest, std::uint64_t n, float* colu
 }
 static_assert(codec::kHeadroom == 0x1p-32F);
 
-__device__ void begin_column(const FactoredMatrix& of, std::uint64_t k) {
+__device__ void begin_column(const GpuMatrix& of, std::uint64_t k) {
   if (k == 0 && threadIdx.x < 2 && of.scales != nullptr) of.scales[threadIdx.x] = 0;
   const std::uint64_t columns = of.of.columns;
   const float* last = of.memory.factor[0] == nullptr
@@ -69,15 +69,13 @@ __device__ void begin_column(const FactoredMatrix& of, std::uint64_t k) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    begin_columns(const __grid_constant__ Batch<FactoredMatrix> all) {
-  all.each_tile([](Tile<FactoredMatrix> tile) { begin_column(tile.run, tile.number); });
+    begin_columns(const __grid_constant__ Batch<GpuMatrix> all) {
+  all.each_tile([](Tile<GpuMatrix> tile) { begin_column(tile.span, tile.number); });
 }
 
-Status start_factor(const FactoredMatrix* all, int count, Stream stream) {
-  const auto tiles = [](const FactoredMatrix& each) {
-    return each.of.columns == 0 ? 0 : each.of.rank;
-  };
-  return in_batches(all, count, tiles, [stream](const Batch<FactoredMatrix>& batch) {
+Status start_factor(const GpuMatrix* all, int count, Stream stream) {
+  const auto tiles = [](const GpuMatrix& each) { return each.of.columns == 0 ? 0 : each.of.rank; };
+  return in_batches(all, count, tiles, [stream](const Batch<GpuMatrix>& batch) {
     return launch(begin_columns, batch.tiles(), kThreads, stream, batch);
   });
 }
@@ -91,21 +89,21 @@ constexpr std::uint64_t kOfOneBlock = 32 * kThreads;  // most elements for a sin
 // The scale of factors that are too large to be multiplied by it.
 constexpr float kLargeScale = 1 / codec::kHeadroom;
 
-struct HeadroomRun {
+struct HeadroomSpan {
   float* q;
   float* scale;
   std::uint64_t n;
 };
 
 __global__ void __launch_bounds__(kThreads)
-    take_out_headroom(const __grid_constant__ Batch<HeadroomRun> runs) {
-  runs.each_tile([](Tile<HeadroomRun> tile) {
-    const HeadroomRun& run = tile.run;
-    const std::uint32_t largest = largest_of(run.n, [&](std::uint64_t i) { return run.q[i]; });
+    take_out_headroom(const __grid_constant__ Batch<HeadroomSpan> spans) {
+  spans.each_tile([](Tile<HeadroomSpan> tile) {
+    const HeadroomSpan& span = tile.span;
+    const std::uint32_t largest = largest_of(span.n, [&](std::uint64_t i) { return span.q[i]; });
     const bool large = __uint_as_float(largest) > 0x1p64F;
-    for (std::uint64_t i = threadIdx.x; !large && i < run.n; i += blockDim.x)
-      run.q[i] *= kLargeScale;
-    if (threadIdx.x == 0) *run.scale = large ? kLargeScale : 1;
+    for (std::uint64_t i = threadIdx.x; !large && i < span.n; i += blockDim.x)
+      span.q[i] *= kLargeScale;
+    if (threadIdx.x == 0) *span.scale = large ? kLargeScale : 1;
   });
 }
 
@@ -116,61 +114,61 @@ __device__ float scale_of(std::uint32_t largest) {
   return __uint_as_float(largest) > 0x1p64F ? kLargeScale : 1;
 }
 
-// Calls body(run, first, end) for each tile of elements of a run.
+// Calls body(span, first, end) for each tile of elements of a span.
 template <typename Body>
-__device__ void each_tile(const Batch<HeadroomRun>& runs, Body body) {
-  runs.each_tile([&](Tile<HeadroomRun> tile) {
-    const std::uint64_t first = tile.number * kTile, n = tile.run.n;
-    body(tile.run, first, n - first < kTile ? n : first + kTile);
+__device__ void each_tile(const Batch<HeadroomSpan>& spans, Body body) {
+  spans.each_tile([&](Tile<HeadroomSpan> tile) {
+    const std::uint64_t first = tile.number * kTile, n = tile.span.n;
+    body(tile.span, first, n - first < kTile ? n : first + kTile);
   });
 }
 
 // Sets scales, which are 0 before, to the largest of their tiles' scale_of().
 __global__ void __launch_bounds__(kThreads)
-    find_scales(const __grid_constant__ Batch<HeadroomRun> runs) {
-  each_tile(runs, [](const HeadroomRun& run, std::uint64_t first, std::uint64_t end) {
+    find_scales(const __grid_constant__ Batch<HeadroomSpan> spans) {
+  each_tile(spans, [](const HeadroomSpan& span, std::uint64_t first, std::uint64_t end) {
     const std::uint32_t most =
-        largest_of(end - first, [&](std::uint64_t i) { return run.q[first + i]; });
+        largest_of(end - first, [&](std::uint64_t i) { return span.q[first + i]; });
     if (threadIdx.x == 0)
-      atomicMax(reinterpret_cast<std::uint32_t*>(run.scale), __float_as_uint(scale_of(most)));
+      atomicMax(reinterpret_cast<std::uint32_t*>(span.scale), __float_as_uint(scale_of(most)));
   });
 }
 
-// A run's first thread may replace a scale of NaN by 1 while other threads still read it. This is
+// A span's first thread may replace a scale of NaN by 1 while other threads still read it. This is
 // harmless: neither of the two is kLargeScale.
 __global__ void __launch_bounds__(kThreads)
-    multiply_by_scales(const __grid_constant__ Batch<HeadroomRun> runs) {
-  each_tile(runs, [](const HeadroomRun& run, std::uint64_t first, std::uint64_t end) {
-    auto* const scale = reinterpret_cast<std::uint32_t*>(run.scale);
+    multiply_by_scales(const __grid_constant__ Batch<HeadroomSpan> spans) {
+  each_tile(spans, [](const HeadroomSpan& span, std::uint64_t first, std::uint64_t end) {
+    auto* const scale = reinterpret_cast<std::uint32_t*>(span.scale);
     if (*scale == __float_as_uint(kLargeScale)) return;
-    for (std::uint64_t i = first + threadIdx.x; i < end; i += kThreads) run.q[i] *= kLargeScale;
+    for (std::uint64_t i = first + threadIdx.x; i < end; i += kThreads) span.q[i] *= kLargeScale;
     if (first == 0 && threadIdx.x == 0) atomicExch(scale, __float_as_uint(1.0F));
   });
 }
 
-Status take_headroom_of_long(const std::vector<HeadroomRun>& all, Stream stream) {
+Status take_headroom_of_long(const std::vector<HeadroomSpan>& all, Stream stream) {
   return in_batches(
       all.data(), static_cast<int>(all.size()),
-      [](const HeadroomRun& run) { return blocks_for(run.n, kTile); },
-      [stream](const Batch<HeadroomRun>& batch) {
+      [](const HeadroomSpan& span) { return blocks_for(span.n, kTile); },
+      [stream](const Batch<HeadroomSpan>& batch) {
         const Status status = launch(find_scales, batch.tiles(), kThreads, stream, batch);
         if (status != 0) return status;
         return launch(multiply_by_scales, batch.tiles(), kThreads, stream, batch);
       });
 }
 
-Status take_headroom(const FactoredMatrix* all, int count, Stream stream) {
-  std::vector<HeadroomRun> small, large;
+Status take_headroom(const GpuMatrix* all, int count, Stream stream) {
+  std::vector<HeadroomSpan> small, large;
   for (int i = 0; i < 2 * count; ++i) {
-    const FactoredMatrix& each = all[i / 2];
-    const HeadroomRun run{i % 2 == 0 ? each.q : each.own_q, each.scales + i % 2,
-                          each.of.columns * each.of.rank};
-    if (run.q != nullptr) (run.n <= kOfOneBlock ? small : large).push_back(run);
+    const GpuMatrix& each = all[i / 2];
+    const HeadroomSpan span{i % 2 == 0 ? each.q : each.own_q, each.scales + i % 2,
+                            each.of.columns * each.of.rank};
+    if (span.q != nullptr) (span.n <= kOfOneBlock ? small : large).push_back(span);
   }
   if (const Status status = take_headroom_of_long(large, stream); status != 0) return status;
   return in_batches(
-      small.data(), static_cast<int>(small.size()), [](const HeadroomRun&) { return 1; },
-      [stream](const Batch<HeadroomRun>& batch) {
+      small.data(), static_cast<int>(small.size()), [](const HeadroomSpan&) { return 1; },
+      [stream](const Batch<HeadroomSpan>& batch) {
         return launch(take_out_headroom, batch.tiles(), kThreads, stream, batch);
       });
 }
@@ -190,26 +188,24 @@ Status check_finite(const float* x, std::uint64_t n, std::uint32_t* flags, Strea
   return launch(look_for_nan, blocks_for(n, kThreads * kEach), kThreads, stream, x, n, flags);
 }
 
-__device__ __host__ std::uint64_t right_size(const FactoredMatrix& each) {
+__device__ __host__ std::uint64_t right_size(const GpuMatrix& each) {
   return each.of.columns * each.of.rank;
 }
 
 __global__ void __launch_bounds__(kThreads)
-    copy_to_memory(const __grid_constant__ Batch<FactoredMatrix> all) {
-  all.each_tile([](Tile<FactoredMatrix> tile) {
-    const Memory& memory = tile.run.memory;
+    copy_to_memory(const __grid_constant__ Batch<GpuMatrix> all) {
+  all.each_tile([](Tile<GpuMatrix> tile) {
+    const Memory& memory = tile.span.memory;
     const std::uint64_t i = tile.number * kThreads + threadIdx.x;
     float* to = one_of(memory.factor, 1 - memory.key_state->which_memory);
-    if (i < right_size(tile.run)) to[i] = tile.run.q[i];
+    if (i < right_size(tile.span)) to[i] = tile.span.q[i];
   });
 }
 
-Status remember(const FactoredMatrix* all, int count, Stream stream) {
+Status remember(const GpuMatrix* all, int count, Stream stream) {
   if (count == 0 || all[0].memory.factor[0] == nullptr) return 0;
-  const auto tiles = [](const FactoredMatrix& each) {
-    return blocks_for(right_size(each), kThreads);
-  };
-  return in_batches(all, count, tiles, [stream](const Batch<FactoredMatrix>& batch) {
+  const auto tiles = [](const GpuMatrix& each) { return blocks_for(right_size(each), kThreads); };
+  return in_batches(all, count, tiles, [stream](const Batch<GpuMatrix>& batch) {
     return launch(copy_to_memory, batch.tiles(), kThreads, stream, batch);
   });
 }

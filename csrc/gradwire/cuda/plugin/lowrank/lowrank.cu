@@ -9,23 +9,24 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
+using codec::Factors;
 using codec::kMostRank;
 
 template <unsigned kValue>
-using Count = std::integral_constant<unsigned, kValue>;
+using FactorCount = std::integral_constant<unsigned, kValue>;
 
-// Calls body(Count<k>{}) with the least k of 4, 8, 16 and 32 that is enough for the rank.
+// Calls body(FactorCount<k>{}) with the least k of 4, 8, 16 and 32 that is enough for the rank.
 template <typename Body>
 Status with_factors(std::uint64_t rank, Body body) {
-  if (rank <= 4) return body(Count<4>{});
-  if (rank <= 8) return body(Count<8>{});
-  if (rank <= 16) return body(Count<16>{});
-  return body(Count<32>{});
+  if (rank <= 4) return body(FactorCount<4>{});
+  if (rank <= 8) return body(FactorCount<8>{});
+  if (rank <= 16) return body(FactorCount<16>{});
+  return body(FactorCount<32>{});
 }
 
 // Returns element `at` of vectors k to k + 3, which have n elements each; 0 where there is none.
@@ -80,7 +81,7 @@ __device__ void load_row(LeftSource from, std::uint64_t at, std::uint64_t left,
 }
 
 template <unsigned kFactors>
-__device__ void stage(LeftTile<kFactors>& tile, const float* q, std::uint64_t first, Matrix of) {
+__device__ void stage(LeftTile<kFactors>& tile, const float* q, std::uint64_t first, Factors of) {
   constexpr unsigned kColumns = LeftTile<kFactors>::kColumns;
   for (unsigned i = threadIdx.x; i < kColumns * (kFactors / 4); i += blockDim.x)
     tile.q[i / kColumns][i % kColumns] =
@@ -103,7 +104,7 @@ __device__ void add_row(const LeftTile<kFactors>& tile, unsigned lane,
 // Joins the lanes: lane l adds lane l + w, for w = 8, 4, 2, 1. The first lane writes the sums.
 template <unsigned kFactors>
 __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, bool writes,
-                          Matrix of) {
+                          Factors of) {
 #pragma unroll
   for (unsigned k = 0; k < kFactors; ++k) {
     float sum = sums[k];
@@ -115,14 +116,14 @@ __device__ void write_row(float (&sums)[kFactors], float* p, std::uint64_t row, 
 
 template <unsigned kFactors>
 __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
-    left(const __grid_constant__ Batch<FactoredMatrix> all) {
+    left(const __grid_constant__ Batch<GpuMatrix> all) {
   using Tile = LeftTile<kFactors>;
   __shared__ Tile tile;
   const unsigned lane = threadIdx.x % kRowLanes, rows = blockDim.x / kRowLanes;
-  all.each_tile([&](cuda::Tile<FactoredMatrix> own) {
-    const FactoredMatrix& its = own.run;
-    const Matrix& of = its.of;
-    const LeftSource from{its.x, residual_of(its.run_feedback), its.y};
+  all.each_tile([&](cuda::Tile<GpuMatrix> own) {
+    const GpuMatrix& its = own.span;
+    const Factors& of = its.of;
+    const LeftSource from{its.x, residual_of(its.span_feedback), its.y};
     const std::uint64_t row = own.number * rows + threadIdx.x / kRowLanes;
     float sums[kFactors] = {};
     for (std::uint64_t j = 0; j < of.columns; j += Tile::kColumns) {
@@ -138,14 +139,14 @@ __global__ void __launch_bounds__(kLeftThreads, kFactors <= 16 ? 2 : 1)
   });
 }
 
-Status left_factor(const FactoredMatrix* all, int count, Stream stream) {
+Status left_factor(const GpuMatrix* all, int count, Stream stream) {
   std::uint64_t rows = 0;
   for (int i = 0; i < count; ++i) rows += all[i].of.rows;
   const unsigned threads = rows < kManyRows ? kFewThreads : kLeftThreads;
-  const auto tiles = [threads](const FactoredMatrix& each) {
+  const auto tiles = [threads](const GpuMatrix& each) {
     return blocks_for(each.of.rows, threads / kRowLanes);
   };
-  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+  return in_batches(all, count, tiles, [&](const Batch<GpuMatrix>& batch) {
     return with_factors(batch.at[0].of.rank, [&](auto factors) {
       return launch(left<decltype(factors)::value>, batch.tiles(), threads, stream, batch);
     });
@@ -182,7 +183,8 @@ struct RightTile {
 template <unsigned kFactors, unsigned kWide>
 class Picked {
  public:
-  __device__ void load(const float* p, std::uint64_t first_factor, std::uint64_t first, Matrix of) {
+  __device__ void load(const float* p, std::uint64_t first_factor, std::uint64_t first,
+                       Factors of) {
 #pragma unroll
     for (unsigned k = 0; k < kEach; ++k) {
       const unsigned i = threadIdx.x + k * kRightThreads, row = i % kRows;
@@ -210,7 +212,7 @@ class Picked {
 };
 
 // Loads a group: eight rows of one column, 0 beyond the matrix.
-__device__ void load_group(const float* v, std::uint64_t row, std::uint64_t column, Matrix of,
+__device__ void load_group(const float* v, std::uint64_t row, std::uint64_t column, Factors of,
                            float (&values)[kGroup]) {
 #pragma unroll
   for (unsigned r = 0; r < kGroup; ++r)
@@ -257,7 +259,7 @@ __device__ void join(RightTile<kFactors, kWide>& tile, const float (&sums)[kFact
 
 template <unsigned kFactors, unsigned kWide>
 __device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
-                              std::uint64_t first_factor, std::uint64_t first, Matrix of) {
+                              std::uint64_t first_factor, std::uint64_t first, Factors of) {
   const std::uint64_t column = first + threadIdx.x % kWide;
   if (threadIdx.x >= 4 * kWide || column >= of.columns) return;
 #pragma unroll
@@ -269,10 +271,10 @@ __device__ void write_columns(const float (&whole)[kFactors / 4], float* q,
 
 // Adds up a strip of columns for up to kFactors factors.
 template <unsigned kFactors, unsigned kWide>
-__device__ void sum_strip(RightTile<kFactors, kWide>& tile, const FactoredMatrix& its,
+__device__ void sum_strip(RightTile<kFactors, kWide>& tile, const GpuMatrix& its,
                           std::uint64_t first, std::uint64_t factor, unsigned& turn) {
-  const Matrix& of = its.of;
-  const float* const v = keeps_errors(its.run_feedback) ? its.y : its.x;
+  const Factors& of = its.of;
+  const float* const v = keeps_errors(its.span_feedback) ? its.y : its.x;
   using Tile = RightTile<kFactors, kWide>;
   const unsigned group = threadIdx.x / kWide;
   const std::uint64_t column = first + threadIdx.x % kWide;
@@ -302,28 +304,28 @@ __device__ void sum_strip(RightTile<kFactors, kWide>& tile, const FactoredMatrix
 // Consecutive blocks take the factors of one strip, then those of the next strip.
 template <unsigned kFactors, unsigned kWide>
 __global__ void __launch_bounds__(kRightThreads, kFactors <= 8 ? 2 : 1)
-    right(const __grid_constant__ Batch<FactoredMatrix> all) {
+    right(const __grid_constant__ Batch<GpuMatrix> all) {
   __shared__ RightTile<kFactors, kWide> tile;
   unsigned turn = 0;
-  all.each_tile([&](Tile<FactoredMatrix> own) {
-    const std::uint64_t parts = blocks_for(own.run.of.rank, kFactors);
-    sum_strip(tile, own.run, own.number / parts * kWide, own.number % parts * kFactors, turn);
+  all.each_tile([&](Tile<GpuMatrix> own) {
+    const std::uint64_t parts = blocks_for(own.span.of.rank, kFactors);
+    sum_strip(tile, own.span, own.number / parts * kWide, own.number % parts * kFactors, turn);
   });
 }
 
 template <unsigned kFactors, unsigned kWide>
-Status right_of(const FactoredMatrix* all, int count, Stream stream) {
-  const auto tiles = [](const FactoredMatrix& each) {
+Status right_of(const GpuMatrix* all, int count, Stream stream) {
+  const auto tiles = [](const GpuMatrix& each) {
     return blocks_for(each.of.columns, kWide) * blocks_for(each.of.rank, kFactors);
   };
-  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+  return in_batches(all, count, tiles, [&](const Batch<GpuMatrix>& batch) {
     return launch(right<kFactors, kWide>, batch.tiles(), kRightThreads, stream, batch);
   });
 }
 
 // Chooses the width of strips: narrow, so that there are enough of them, but not below 8 floats,
 // since memory is read in lines.
-Status right_factor(const FactoredMatrix* all, int count, Stream stream) {
+Status right_factor(const GpuMatrix* all, int count, Stream stream) {
   if (count == 0) return 0;
   std::uint64_t columns = 0;
   for (int i = 0; i < count; ++i) columns += all[i].of.columns;
@@ -357,14 +359,15 @@ struct ProductTile {
 };
 
 template <unsigned kFactors>
-__device__ void stage(ProductTile<kFactors>& tile, const float* p, std::uint64_t first, Matrix of) {
+__device__ void stage(ProductTile<kFactors>& tile, const float* p, std::uint64_t first,
+                      Factors of) {
   for (unsigned i = threadIdx.x; i < kProductRows * (kFactors / 4); i += kProductThreads)
     tile.p[i / kProductRows][i % kProductRows] =
         load_four(p, i / kProductRows * 4, of.rank, first + i % kProductRows, of.rows);
 }
 
 template <unsigned kFactors>
-__device__ void load_column(const float* q, std::uint64_t column, Matrix of,
+__device__ void load_column(const float* q, std::uint64_t column, Factors of,
                             Four (&found)[kFactors / 4]) {
 #pragma unroll
   for (unsigned k = 0; k < kFactors; k += 4)
@@ -386,7 +389,7 @@ __device__ float product_at(const ProductTile<kFactors>& tile, unsigned row,
 
 // Calls body(r, row of the tile, index in the matrix) for each of the thread's rows of a tile.
 template <typename Body>
-__device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, Body body) {
+__device__ void each_row(std::uint64_t first, std::uint64_t column, Factors of, Body body) {
   if (column >= of.columns) return;
 #pragma unroll
   for (unsigned r = 0; r < kProductDeep; ++r) {
@@ -397,11 +400,11 @@ __device__ void each_row(std::uint64_t first, std::uint64_t column, Matrix of, B
 
 template <unsigned kFactors, bool kError>
 __global__ void __launch_bounds__(kProductThreads)
-    product(const __grid_constant__ Batch<FactoredMatrix> all, float factor) {
+    product(const __grid_constant__ Batch<GpuMatrix> all, float factor) {
   __shared__ ProductTile<kFactors> tile;
-  all.each_tile([&](Tile<FactoredMatrix> own) {
-    const FactoredMatrix& its = own.run;
-    const Matrix& of = its.of;
+  all.each_tile([&](Tile<GpuMatrix> own) {
+    const GpuMatrix& its = own.span;
+    const Factors& of = its.of;
     const std::uint64_t across = blocks_for(of.columns, kProductWide);
     const std::uint64_t first = own.number / across * kProductRows;
     const std::uint64_t column = own.number % across * kProductWide + threadIdx.x % kProductWide;
@@ -416,7 +419,7 @@ __global__ void __launch_bounds__(kProductThreads)
     __syncthreads();
     if constexpr (kError) {
       const float own_scale = its.scales[1];
-      float* error = next_residual(its.run_feedback);
+      float* error = next_residual(its.span_feedback);
       load_column<kFactors>(its.own_q, column, of, factors);
       each_row(first, column, of, [&](unsigned r, unsigned row, std::uint64_t at) {
         error[at] = limit(values[r] - limit(product_at(tile, row, factors) * own_scale));
@@ -429,15 +432,15 @@ __global__ void __launch_bounds__(kProductThreads)
   });
 }
 
-Status product_of(const FactoredMatrix* all, int count, float factor, Stream stream) {
-  const auto tiles = [](const FactoredMatrix& each) {
+Status product_of(const GpuMatrix* all, int count, float factor, Stream stream) {
+  const auto tiles = [](const GpuMatrix& each) {
     return blocks_for(each.of.rows, kProductRows) * blocks_for(each.of.columns, kProductWide);
   };
-  return in_batches(all, count, tiles, [&](const Batch<FactoredMatrix>& batch) {
+  return in_batches(all, count, tiles, [&](const Batch<GpuMatrix>& batch) {
     return with_factors(batch.at[0].of.rank, [&](auto factors) {
       constexpr unsigned kFactors = decltype(factors)::value;
-      return launch(keeps_errors(batch.at[0].run_feedback) ? product<kFactors, true>
-                                                           : product<kFactors, false>,
+      return launch(keeps_errors(batch.at[0].span_feedback) ? product<kFactors, true>
+                                                            : product<kFactors, false>,
                     batch.tiles(), kProductThreads, stream, batch, factor);
     });
   });

@@ -27,7 +27,7 @@ struct Terms {
   double term[2];
 };
 
-struct Room {
+struct SumRoom {
   double terms[2][2][kTile];  // [buffer][sum]: while one tile is added up, the next is prepared
   double sums[2];
 };
@@ -36,7 +36,7 @@ struct Room {
 template <typename Load, typename Multiply>
 class Preparer {
  public:
-  __device__ Preparer(Room& room, std::uint64_t n, Load load, Multiply multiply)
+  __device__ Preparer(SumRoom& room, std::uint64_t n, Load load, Multiply multiply)
       : room_(room), n_(n), load_(load), multiply_(multiply), at_(threadIdx.x - kWarp) {
     fetch();
   }
@@ -56,7 +56,7 @@ class Preparer {
     if (threadIdx.x >= kWarp && at_ < n_) fetched_ = load_(at_);
   }
 
-  Room& room_;
+  SumRoom& room_;
   std::uint64_t n_;
   Load load_;
   Multiply multiply_;
@@ -73,7 +73,7 @@ __device__ double add_up(double lane, const double* terms, std::uint64_t left) {
 
 // Computes both sums into room.sums. The first warp adds up, half of its lanes for each sum.
 template <typename Load, typename Multiply>
-__device__ void sum_up(Room& room, std::uint64_t n, Load load, Multiply multiply) {
+__device__ void sum_up(SumRoom& room, std::uint64_t n, Load load, Multiply multiply) {
   const bool adds = threadIdx.x < kWarp;
   const std::uint64_t tiles = blocks_for(n, kTile);
   Preparer preparer(room, n, load, multiply);
@@ -94,8 +94,8 @@ __device__ void sum_up(Room& room, std::uint64_t n, Load load, Multiply multiply
 }
 
 // Subtracts the projection on `done` from the column.
-__device__ void take_off(Room& room, const double* __restrict__ done, double* __restrict__ column,
-                         std::uint64_t n) {
+__device__ void take_off(SumRoom& room, const double* __restrict__ done,
+                         double* __restrict__ column, std::uint64_t n) {
   sum_up(
       room, n, [=](std::uint64_t i) { return Operands{done[i], column[i]}; },
       [](Operands each) { return Terms{{each.a * each.b, 0}}; });
@@ -107,7 +107,7 @@ __device__ void take_off(Room& room, const double* __restrict__ done, double* __
 
 // Normalises a column, or makes it 0 where hardly anything is left of it. p still holds the column
 // as it was at first, and gets the result.
-__device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ column,
+__device__ void finish(SumRoom& room, float* __restrict__ p, double* __restrict__ column,
                        std::uint64_t n) {
   sum_up(
       room, n, [=](std::uint64_t i) { return Operands{static_cast<double>(p[i]), column[i]}; },
@@ -124,10 +124,10 @@ __device__ void finish(Room& room, float* __restrict__ p, double* __restrict__ c
 
 // Continues after column `done` is finished; kNone: no column is yet.
 __global__ void __launch_bounds__(kThreads)
-    orthonormalise_after(std::uint64_t done, const __grid_constant__ Batch<FactoredMatrix> all) {
-  __shared__ Room shared;
-  all.each_tile([&](Tile<FactoredMatrix> tile) {
-    const FactoredMatrix& its = tile.run;
+    orthonormalise_after(std::uint64_t done, const __grid_constant__ Batch<GpuMatrix> all) {
+  __shared__ SumRoom shared;
+  all.each_tile([&](Tile<GpuMatrix> tile) {
+    const GpuMatrix& its = tile.span;
     const std::uint64_t k = done + 1 + tile.number, rows = its.of.rows;
     double* column = its.room + k * rows;
     if (done == kNone) {
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-Status orthonormalise(const FactoredMatrix* all, int count, Stream stream) {
+Status orthonormalise(const GpuMatrix* all, int count, Stream stream) {
   const std::uint64_t rank = count == 0 ? 0 : all[0].of.rank;
   Status status = 0;
   for (std::uint64_t k = 0; k < rank && status == 0; ++k)
     status = in_batches(
-        all, count, [=](const FactoredMatrix& each) { return each.of.rows == 0 ? 0 : rank - k; },
-        [=](const Batch<FactoredMatrix>& batch) {
+        all, count, [=](const GpuMatrix& each) { return each.of.rows == 0 ? 0 : rank - k; },
+        [=](const Batch<GpuMatrix>& batch) {
           return launch(orthonormalise_after, batch.tiles(), kThreads, stream,
                         k == 0 ? kNone : k - 1, batch);
         });

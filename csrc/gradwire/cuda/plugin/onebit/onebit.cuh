@@ -8,9 +8,9 @@ namespace gradwire::cuda::onebit {
 
 using codec::OneBitKernels;
 
-inline constexpr unsigned kCount = 32;                // elements of a thread
-inline constexpr unsigned kSegment = kWarp * kCount;  // elements of a warp
-inline constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kSegment;  // of a team
+inline constexpr unsigned kCount = 32;                                       // elements of a thread
+inline constexpr unsigned kStripe = kWarp * kCount;                          // elements of a warp
+inline constexpr unsigned kMostWarps = OneBitKernels::kMostBlock / kStripe;  // of a team
 // Where each warp works on blocks of its own: the warps of a thread block, and the thread blocks of
 // a multiprocessor, which leaves a thread 96 registers.
 inline constexpr unsigned kAloneWarps = 4;
@@ -21,7 +21,7 @@ inline std::uint64_t slot_bytes(std::uint64_t block) {
   return aligned(OneBitKernels::most_bytes(block));
 }
 
-// Returns the bytes of the table of sizes in front of a run's slots.
+// Returns the bytes of the table of sizes in front of a span's slots.
 constexpr std::uint64_t table_bytes(std::uint64_t blocks) {
   return aligned(sizeof(std::uint32_t) * blocks);
 }

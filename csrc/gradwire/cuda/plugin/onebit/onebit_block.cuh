@@ -6,15 +6,15 @@
 #include "gradwire/cuda/plugin/bits.cuh"
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/onebit/onebit_group.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 
 namespace gradwire::cuda::onebit {
 
 // ---- Means -------------------------------------------------------------------------------------
 
 // A lane's sums of the values of each sign.
-struct SignSums {
+struct LaneSums {
   float plus, minus;
 
   __device__ void add(float v) {
@@ -28,8 +28,8 @@ struct SignSums {
 // Adds up a block's values times `scale` over all its warps: each warp continues the sums of the
 // one before it.
 template <bool kAlone>
-__device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> team) {
-  SignSums sums{0, 0};
+__device__ LaneSums add_up(const float (&v)[kCount], float scale, Team<kAlone> team) {
+  LaneSums sums{0, 0};
   const auto add_own = [&] {
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) sums.add(v[i] * scale);
@@ -37,7 +37,7 @@ __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> t
   if constexpr (kAlone) {
     add_own();
   } else {
-    __shared__ SignSums of_lane[kWarp];
+    __shared__ LaneSums of_lane[kWarp];
     for (unsigned turn = 0; turn < team.warps(); ++turn) {
       if (team.warp() == turn) {
         if (turn > 0) sums = of_lane[team.lane()];
@@ -59,7 +59,7 @@ __device__ SignSums add_up(const float (&v)[kCount], float scale, Team<kAlone> t
 struct BlockMeans {
   float plus, minus;
 
-  __device__ static BlockMeans of(SignSums sums, std::uint32_t positives, std::uint32_t negatives) {
+  __device__ static BlockMeans of(LaneSums sums, std::uint32_t positives, std::uint32_t negatives) {
     return {positives == 0 ? 0 : sums.plus / static_cast<float>(positives),
             negatives == 0 ? 0 : sums.minus / static_cast<float>(negatives)};
   }
@@ -104,7 +104,7 @@ struct RunEnds {
   }
 };
 
-struct MaskWritten {
+struct WrittenMask {
   std::uint32_t bytes;      // of mask and signs
   std::uint32_t negatives;  // among those that are sent
   bool has_runs;            // in place of a bitmap
@@ -143,7 +143,7 @@ __device__ std::uint32_t write_runs(std::uint32_t present, std::uint32_t n, Team
 
 // Writes mask and signs, of each of which the thread has a word.
 template <bool kAlone>
-__device__ MaskWritten write_mask(std::uint32_t signs, std::uint32_t present, std::uint32_t n,
+__device__ WrittenMask write_mask(std::uint32_t signs, std::uint32_t present, std::uint32_t n,
                                   Team<kAlone> team, BitRoom<kAlone>& room, std::byte* out) {
   const unsigned rank = team.rank();
   signs &= present;
@@ -167,7 +167,7 @@ __device__ MaskWritten write_mask(std::uint32_t signs, std::uint32_t present, st
 // ---- What was received --------------------------------------------------------------------------
 
 // Adds the means that a lane's signs stand for.
-__device__ inline void add_signs(std::uint32_t signs, Means means, float (&v)[kCount]) {
+__device__ inline void add_signs(std::uint32_t signs, SentMeans means, float (&v)[kCount]) {
 #pragma unroll
   for (unsigned i = 0; i < kCount; ++i)
     v[i] = v[i] + ((signs >> i & 1U) != 0 ? means.minus : means.plus);
@@ -175,11 +175,11 @@ __device__ inline void add_signs(std::uint32_t signs, Means means, float (&v)[kC
 
 // Adds a block that may have a mask, or means that are not finite.
 template <bool kAlone>
-__device__ std::uint32_t add_masked(const Group& group, const Slot& here, std::uint32_t n,
-                                    Team<kAlone> team, GroupRoom<kAlone>& room,
+__device__ std::uint32_t add_masked(const PayloadGroup& group, const PayloadSlot& here,
+                                    std::uint32_t n, Team<kAlone> team, GroupRoom<kAlone>& room,
                                     float (&v)[kCount]) {
   const std::uint32_t flags = unpack(group, n, team, room, [&](unsigned) { return here; });
-  const Means means = room.means[0];
+  const SentMeans means = room.means[0];
   const std::uint32_t signs = transpose(room.signs[0][team.rank()]);
   const std::uint32_t present = transpose(room.present[0][team.rank()]);
 #pragma unroll
@@ -201,15 +201,15 @@ __device__ std::uint32_t add_received(const Received& received, std::uint64_t sl
   const std::byte* slot = received.at(0);
   Plane next = load_slot(slot, n, team.rank());
   for (int j = 0; j < received.count(); ++j) {
-    const Slot here{slot, slot_bytes};
-    Group group{};
+    const PayloadSlot here{slot, slot_bytes};
+    PayloadGroup group{};
     group.count = 1;
     group.planes[0] = next;
     if (j + 1 < received.count()) {
       slot = received.at(j + 1);
       next = load_slot(slot, n, team.rank());
     }
-    const Means sent = group.planes[0].means;
+    const SentMeans sent = group.planes[0].means;
     if (sent.usual())
       add_signs(transpose(group.planes[0].word), sent.decoded(), v);
     else
@@ -226,13 +226,13 @@ __device__ std::uint32_t add_received(const Received& received, std::uint64_t sl
 // A block that a team encodes: payloads and e are added to x first. y is written where the block
 // finishes.
 template <bool kFeedsBack, bool kFinishes, bool kAlone, typename Received>
-struct Block {
-  const Run& run;
-  Feedback feedback;     // of the run
-  std::uint64_t unit;    // the block's number in the run
-  std::uint64_t begin;   // of the thread's segment, in the run
+struct OneBitBlockEncoder {
+  const GpuSpan& span;
+  Residuals feedback;    // of the span
+  std::uint64_t number;  // the block's number in the span
+  std::uint64_t begin;   // of the thread's stripe, in the span
   std::uint32_t n;       // elements of the block
-  std::uint32_t inside;  // elements from the segment's first to the block's last
+  std::uint32_t inside;  // elements from the stripe's first to the block's last
   std::byte* out;        // the block's slot
   const Encoding& how;
   std::uint32_t* flags;
@@ -244,7 +244,7 @@ struct Block {
   GroupRoom<kAlone>* group;  // null without payloads
 
   __device__ void load(float (&v)[kCount]) const {
-    share.load(run.x + begin, inside, v);
+    share.load(span.x + begin, inside, v);
     if constexpr (Received::kAny) {
       const std::uint32_t found = add_received(received, slot_bytes, n, team, *group, v);
       if (found != 0 && team.rank() == 0) set_flag(flags, found);
@@ -287,7 +287,7 @@ struct Block {
     auto* const header = reinterpret_cast<float*>(out);
     header[0] = means.plus;
     header[1] = means.minus;
-    reinterpret_cast<std::uint32_t*>(how.out + run.payload)[unit] = kHeader + bytes;
+    reinterpret_cast<std::uint32_t*>(how.out + span.payload)[number] = kHeader + bytes;
   }
 
   __device__ void encode() const {
@@ -298,9 +298,9 @@ struct Block {
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) counted += v[i] == 0 ? 1U << 16 : 0;
     counted = team.sum(counted + static_cast<std::uint32_t>(__popc(signs)));
-    const std::uint32_t zeros = (counted >> 16) - (team.warps() * kSegment - n);
+    const std::uint32_t zeros = (counted >> 16) - (team.warps() * kStripe - n);
     const bool masked = 16 * zeros > n;
-    MaskWritten written{bytes_of_bits(n), counted & 0xFFFFU, false};
+    WrittenMask written{bytes_of_bits(n), counted & 0xFFFFU, false};
     if (masked)
       written = write_mask(signs, word_of(v, [](float each) { return each != 0; }), n, team, bits,
                            out + kHeader);
@@ -329,7 +329,7 @@ struct Block {
       if constexpr (kFinishes) decoded[i] = canonical(its * how.factor);
     }
     if constexpr (kFeedsBack) share.store(feedback.after + begin, inside, v);
-    if constexpr (kFinishes) share.store(run.y + begin, inside, decoded);
+    if constexpr (kFinishes) share.store(span.y + begin, inside, decoded);
   }
 
   // Writes a block with a value that is not finite: all of it decodes to NaN.
@@ -337,9 +337,9 @@ struct Block {
     write_words(0);
     write_header({quiet_nan<float>(), quiet_nan<float>()}, bytes_of_bits(n));
     if (kFinishes && team.rank() == 0) set_flag(flags, kNotFinite);
-    for (std::uint32_t i = team.lane(); i < inside && i < kSegment; i += kWarp) {
+    for (std::uint32_t i = team.lane(); i < inside && i < kStripe; i += kWarp) {
       if constexpr (kFeedsBack) feedback.after[begin + i] = 0;
-      if constexpr (kFinishes) run.y[begin + i] = quiet_nan<float>();
+      if constexpr (kFinishes) span.y[begin + i] = quiet_nan<float>();
     }
   }
 };

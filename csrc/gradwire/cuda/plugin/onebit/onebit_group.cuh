@@ -12,14 +12,14 @@ namespace gradwire::cuda::onebit {
 inline constexpr unsigned kGroup = OneBitKernels::kGroup;
 
 // The slot of one unit, which is aligned and has room for any block.
-struct Slot {
+struct PayloadSlot {
   const std::byte* at;
   std::uint64_t bytes;
 };
 
 // The means of a block as they are sent. Their signs also say whether the block has a mask, and
 // whether that is written as runs.
-struct alignas(2 * sizeof(float)) Means {
+struct alignas(2 * sizeof(float)) SentMeans {
   float plus, minus;
 
   __device__ bool masked() const { return is_negative(plus); }
@@ -31,7 +31,7 @@ struct alignas(2 * sizeof(float)) Means {
   }
 
   // Returns the values that elements decode to; they are never -0, as on CPUs.
-  __device__ Means decoded() const {
+  __device__ SentMeans decoded() const {
     if (!finite()) return {quiet_nan<float>(), quiet_nan<float>()};
     if (masked()) return {0 - plus, 0 - __uint_as_float(magnitude_bits(minus))};
     return {0 + plus, 0 + minus};
@@ -40,18 +40,18 @@ struct alignas(2 * sizeof(float)) Means {
 
 // A thread's part of a payload's block: the header, and one word of the bytes behind it.
 struct Plane {
-  Means means;
+  SentMeans means;
   std::uint32_t word;
 };
 
 // Loads the thread's part of a block of n elements.
 __device__ inline Plane load_slot(const std::byte* slot, std::uint32_t n, unsigned rank) {
   const auto* const words = reinterpret_cast<const std::uint32_t*>(slot + kHeader);
-  return {*reinterpret_cast<const Means*>(slot), rank < (n + 31) / 32 ? words[rank] : 0};
+  return {*reinterpret_cast<const SentMeans*>(slot), rank < (n + 31) / 32 ? words[rank] : 0};
 }
 
 // One block of each payload of a group.
-struct Group {
+struct PayloadGroup {
   Plane planes[kGroup];
   unsigned count;
 };
@@ -63,8 +63,8 @@ struct Group {
 template <bool kAlone>
 struct GroupRoom {
   static constexpr unsigned kWords = kWarp * (kAlone ? 1 : kMostWarps);
-  Means sent[kGroup];
-  Means means[kGroup];                      // decoded
+  SentMeans sent[kGroup];
+  SentMeans means[kGroup];                  // decoded
   std::uint32_t signs[kGroup][kWords + 1];  // at first the words behind the header
   std::uint32_t present[kGroup][kWords];
   std::uint32_t run_bytes[kGroup];
@@ -103,8 +103,9 @@ __device__ inline std::uint32_t read_runs(const std::uint32_t* runs, std::uint64
 // the mask is written as runs, `present` holds its word already. Returns whether the payload is
 // valid.
 template <bool kAlone>
-__device__ bool unpack(const Slot& slot, std::uint32_t n, Means sent, std::uint32_t run_bytes,
-                       Team<kAlone> team, std::uint32_t& signs, std::uint32_t& present) {
+__device__ bool unpack(const PayloadSlot& slot, std::uint32_t n, SentMeans sent,
+                       std::uint32_t run_bytes, Team<kAlone> team, std::uint32_t& signs,
+                       std::uint32_t& present) {
   if (!sent.has_runs()) present &= signs;
   const auto packed = static_cast<std::uint32_t>(__popc(present));
   const auto counts = team.scan(packed, Plus{});
@@ -125,7 +126,7 @@ __device__ bool unpack(const Slot& slot, std::uint32_t n, Means sent, std::uint3
 // Unpacks a group, some of whose payloads have masks, into the room. Returns the flags to set. It
 // handles one payload after the other, which needs fewer registers than all at once.
 template <bool kAlone, typename SlotAt>
-__device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone> team,
+__device__ std::uint32_t unpack(const PayloadGroup& group, std::uint32_t n, Team<kAlone> team,
                                 GroupRoom<kAlone>& room, SlotAt slot_at) {
   const unsigned rank = team.rank();
   team.sync();  // nobody reads the old contents any more
@@ -144,7 +145,7 @@ __device__ std::uint32_t unpack(const Group& group, std::uint32_t n, Team<kAlone
   std::uint32_t flags = 0;
 #pragma unroll 1
   for (unsigned p = 0; p < group.count; ++p) {
-    const Means sent = room.sent[p];
+    const SentMeans sent = room.sent[p];
     bool good = true;
     if (sent.masked())
       good = unpack(slot_at(p), n, sent, room.run_bytes[p], team, room.signs[p][rank],

@@ -13,9 +13,9 @@ namespace {
 
 using namespace onebit;
 
-// Of a run, `payload` is where its slots begin.
-struct Sum {
-  Batch<Run> runs;
+// Of a span, `payload` is where its slots begin.
+struct SumStage {
+  Batch<GpuSpan> spans;
   std::uint64_t block, slot_bytes;
   Decoding how;
   unsigned together;  // payloads that are added to each other first: kGroup, or 1
@@ -42,7 +42,7 @@ __device__ void exchange(std::uint32_t& a, std::uint32_t& b, int by, std::uint32
   a = low;
 }
 
-__device__ void fill(SumTable& table, const Group& group, unsigned lane) {
+__device__ void fill(SumTable& table, const PayloadGroup& group, unsigned lane) {
   SumTable::Fours fours;
 #pragma unroll
   for (unsigned p = 0; p < kGroup; ++p) fours.at[p] = group.planes[p].word;
@@ -53,7 +53,7 @@ __device__ void fill(SumTable& table, const Group& group, unsigned lane) {
   float sum = 0;
 #pragma unroll
   for (unsigned p = 0; p < kGroup; ++p) {
-    const Means means = group.planes[p].means;
+    const SentMeans means = group.planes[p].means;
     const float value = 0 + ((lane >> p & 1U) != 0 ? means.minus : means.plus);  // as decoded()
     if (p < group.count) sum = p == 0 ? value : sum + value;
   }
@@ -114,25 +114,25 @@ struct Rooms {
 };
 
 template <unsigned kWide, bool kAlone>
-struct Block {
-  const Sum& of;
-  const Run& run;
+struct BlockSum {
+  const SumStage& of;
+  const GpuSpan& span;
   Team<kAlone> team;
   Share<kWarp, kCount, kWide> share;
   GroupRoom<kAlone>& room;
   SumTable& table;
-  std::uint64_t unit;
+  std::uint64_t number;
   std::uint32_t n;  // elements of the block
 
-  __device__ Slot slot_at(unsigned p) const {
-    const std::byte* const slots = of.how.payloads.first + run.payload;
-    return {slots + p * of.how.payloads.stride + unit * of.slot_bytes, of.slot_bytes};
+  __device__ PayloadSlot slot_at(unsigned p) const {
+    const std::byte* const slots = of.how.payloads.first + span.payload;
+    return {slots + p * of.how.payloads.stride + number * of.slot_bytes, of.slot_bytes};
   }
 
   // Loads the group of payloads that begins with payload `first`, whose slot is `slot`; that then
   // is the next group's.
-  __device__ Group load(unsigned first, const std::byte*& slot) const {
-    Group group{};
+  __device__ PayloadGroup load(unsigned first, const std::byte*& slot) const {
+    PayloadGroup group{};
     const auto count = static_cast<unsigned>(of.how.payloads.count);
     const unsigned left = count <= first ? 0 : count - first;
     group.count = left < of.together ? left : of.together;
@@ -146,7 +146,8 @@ struct Block {
   }
 
   // Adds the sums of a group to acc. Returns the flags to set.
-  __device__ std::uint32_t add(const Group& group, unsigned first, float (&acc)[kCount]) const {
+  __device__ std::uint32_t add(const PayloadGroup& group, unsigned first,
+                               float (&acc)[kCount]) const {
     bool usual = true;
 #pragma unroll
     for (unsigned p = 0; p < kGroup; ++p) usual = usual && group.planes[p].means.usual();
@@ -162,19 +163,20 @@ struct Block {
   }
 
   __device__ void sum() const {
-    const std::uint32_t segment = team.warp() * kSegment;
-    const std::uint32_t inside = n > segment ? n - segment : 0;
-    float* const y = run.y + unit * of.block + segment;
+    const std::uint32_t stripe = team.warp() * kStripe;
+    const std::uint32_t inside = n > stripe ? n - stripe : 0;
+    float* const y = span.y + number * of.block + stripe;
     float acc[kCount];
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) acc[i] = 0;
     if (of.how.adds) share.load(y, inside, acc);
     std::uint32_t flags = 0;
     const std::byte* slot = slot_at(0).at;
-    Group group = load(0, slot);
+    PayloadGroup group = load(0, slot);
     for (unsigned first = 0; first < static_cast<unsigned>(of.how.payloads.count);
          first += of.together) {
-      const Group next = load(first + of.together, slot);  // while the group before it is added
+      const PayloadGroup next =
+          load(first + of.together, slot);  // while the group before it is added
       flags |= add(group, first, acc);
       group = next;
     }
@@ -186,13 +188,13 @@ struct Block {
  private:
   // Multiplies by the factor. All of a refused block becomes NaN, and any NaN the CPU's.
   __device__ void finish(float (&acc)[kCount], bool refused) const {
-    bool number = !refused;
+    bool is_number = !refused;
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) {
       acc[i] = acc[i] * of.how.factor;
-      number = number && acc[i] == acc[i];
+      is_number = is_number && acc[i] == acc[i];
     }
-    if (number) return;
+    if (is_number) return;
 #pragma unroll
     for (unsigned i = 0; i < kCount; ++i) acc[i] = refused ? quiet_nan<float>() : canonical(acc[i]);
   }
@@ -200,46 +202,47 @@ struct Block {
 
 template <bool kAlone>
 __global__ void __launch_bounds__(kWarp*(kAlone ? kAloneWarps : kMostWarps),
-                                  kAlone ? kAloneBlocks : 2) sum(const __grid_constant__ Sum of) {
+                                  kAlone ? kAloneBlocks : 2)
+    sum(const __grid_constant__ SumStage of) {
   __shared__ Rooms<kAlone> rooms;
   const Team<kAlone> team;
   const unsigned warp = threadIdx.x / kWarp;
-  of.runs.each_tile(team.number(), team.count(), [&](Tile<Run> tile) {
-    const Run& run = tile.run;
-    const std::uint64_t left = run.n - tile.number * of.block;
+  of.spans.each_tile(team.number(), team.count(), [&](Tile<GpuSpan> tile) {
+    const GpuSpan& span = tile.span;
+    const std::uint64_t left = span.n - tile.number * of.block;
     const auto n = static_cast<std::uint32_t>(left < of.block ? left : of.block);
     GroupRoom<kAlone>& room = rooms.groups[kAlone ? warp : 0];
     SumTable& table = rooms.tables[warp];
-    if (is_aligned(run.y))
-      Block<4, kAlone>{of, run, team, {team.lane()}, room, table, tile.number, n}.sum();
+    if (is_aligned(span.y))
+      BlockSum<4, kAlone>{of, span, team, {team.lane()}, room, table, tile.number, n}.sum();
     else
-      Block<1, kAlone>{of, run, team, {team.lane()}, room, table, tile.number, n}.sum();
+      BlockSum<1, kAlone>{of, span, team, {team.lane()}, room, table, tile.number, n}.sum();
   });
 }
 
-Status start(const Sum& of, Stream stream) {
-  if (of.block <= kSegment)
-    return launch(sum<true>, blocks_for(of.runs.tiles(), kAloneWarps), kAloneWarps * kWarp, stream,
+Status start(const SumStage& of, Stream stream) {
+  if (of.block <= kStripe)
+    return launch(sum<true>, blocks_for(of.spans.tiles(), kAloneWarps), kAloneWarps * kWarp, stream,
                   of);
-  const auto warps = static_cast<unsigned>(blocks_for(of.block, kSegment));
-  return launch(sum<false>, of.runs.tiles(), warps * kWarp, stream, of);
+  const auto warps = static_cast<unsigned>(blocks_for(of.block, kStripe));
+  return launch(sum<false>, of.spans.tiles(), warps * kWarp, stream, of);
 }
 
-Status onebit_decode_runs(std::uint64_t block, const Run* runs, int count, const Decoding& how,
-                          std::uint32_t* flags, Stream stream) {
+Status onebit_decode_spans(std::uint64_t block, const GpuSpan* spans, int count,
+                           const Decoding& how, std::uint32_t* flags, Stream stream) {
   if (block > OneBitKernels::kMostBlock || how.payloads.jump != 0) return cudaErrorInvalidValue;
-  const auto tiles = [block](const Run& run) { return blocks_for(run.n, block); };
-  const auto behind_table = [&](Run run) {
-    run.payload += table_bytes(tiles(run));
-    return run;
+  const auto tiles = [block](const GpuSpan& span) { return blocks_for(span.n, block); };
+  const auto behind_table = [&](GpuSpan span) {
+    span.payload += table_bytes(tiles(span));
+    return span;
   };
-  return in_batches(runs, count, behind_table, tiles, [&](const Batch<Run>& batch) {
+  return in_batches(spans, count, behind_table, tiles, [&](const Batch<GpuSpan>& batch) {
     return start({batch, block, slot_bytes(block), how, how.adds ? 1 : kGroup, flags}, stream);
   });
 }
 
 }  // namespace
 
-void fill_onebit_sum(Api& api) { api.onebit_decode_runs = onebit_decode_runs; }
+void fill_onebit_sum(Api& api) { api.onebit_decode_spans = onebit_decode_spans; }
 
 }  // namespace gradwire::cuda

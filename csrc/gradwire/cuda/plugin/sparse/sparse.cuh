@@ -5,7 +5,7 @@
 #include "gradwire/codec/sparse.h"
 #include "gradwire/cuda/plugin/batch.cuh"
 #include "gradwire/cuda/plugin/bits.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 
 namespace gradwire::cuda {
 
@@ -50,12 +50,12 @@ constexpr std::uint64_t shared_units(std::uint64_t units) {
   return units < kEnoughBlocks ? units : kEnoughBlocks;
 }
 
-// Returns the bytes of the table of sizes in front of a run's slots.
+// Returns the bytes of the table of sizes in front of a span's slots.
 constexpr std::uint64_t sparse_table_bytes(std::uint64_t n) {
   return aligned(sizeof(std::uint32_t) * units_of(n));
 }
 
-inline std::uint64_t units_of_run(const Run& run) { return units_of(run.n); }
+inline std::uint64_t units_of_span(const GpuSpan& span) { return units_of(span.n); }
 
 // Loads one unit of v = x + residual, which may be null.
 struct BlockSource {
@@ -65,7 +65,7 @@ struct BlockSource {
   unsigned steps;  // of this thread
 
   __device__ BlockSource(const float* all_x, const float* all_residual, std::uint64_t all,
-                        std::uint64_t unit)
+                          std::uint64_t unit)
       : x(all_x + unit * kUnit),
         residual(all_residual == nullptr ? nullptr : all_residual + unit * kUnit),
         n(unit_length(all, unit)),
@@ -104,8 +104,8 @@ __host__ __device__ inline std::uint64_t share_of(double density, std::uint64_t 
 }
 
 // What one launch of an encoder works on.
-struct SparseRuns {
-  Batch<Run> runs;
+struct SparseSpans {
+  Batch<GpuSpan> spans;
   std::byte* out;  // the message
   std::uint64_t slot_bytes;
   double density;
@@ -115,9 +115,9 @@ struct SparseRuns {
 
 // Calls start(of) for each launch of an encoder.
 template <typename Start>
-Status in_sparse_batches(SparseRuns of, const Run* runs, int count, Start start) {
-  return in_batches(runs, count, units_of_run, [&](const Batch<Run>& batch) {
-    of.runs = batch;
+Status in_sparse_batches(SparseSpans of, const GpuSpan* spans, int count, Start start) {
+  return in_batches(spans, count, units_of_span, [&](const Batch<GpuSpan>& batch) {
+    of.spans = batch;
     const Status status = start(of);
     if (of.taus != nullptr) of.taus += batch.tiles();
     return status;
@@ -126,12 +126,12 @@ Status in_sparse_batches(SparseRuns of, const Run* runs, int count, Start start)
 
 // A unit that is encoded.
 struct SparseUnit {
-  const SparseRuns& of;
-  const Tile<Run>& tile;
+  const SparseSpans& of;
+  const Tile<GpuSpan>& tile;
 
-  __device__ const RunFeedback& feedback() const { return tile.run.run_feedback; }
-  __device__ UnitSource source() const {
-    return UnitSource(tile.run.x, residual_of(feedback()), tile.run.n, tile.number);
+  __device__ const SpanFeedback& feedback() const { return tile.span.span_feedback; }
+  __device__ BlockSource source() const {
+    return BlockSource(tile.span.x, residual_of(feedback()), tile.span.n, tile.number);
   }
   // Returns e' of the unit; null where no errors are kept.
   __device__ float* error() const {
@@ -142,24 +142,25 @@ struct SparseUnit {
     return static_cast<unsigned>(share_of(of.density, length));
   }
   __device__ std::byte* slot() const {
-    return of.out + tile.run.payload + sparse_table_bytes(tile.run.n) + tile.number * of.slot_bytes;
+    return of.out + tile.span.payload + sparse_table_bytes(tile.span.n) +
+           tile.number * of.slot_bytes;
   }
   __device__ void write_size(unsigned bytes) const {
-    reinterpret_cast<std::uint32_t*>(of.out + tile.run.payload)[tile.number] = bytes;
+    reinterpret_cast<std::uint32_t*>(of.out + tile.span.payload)[tile.number] = bytes;
   }
 };
 
-// Calls body(unit, its number through all runs, part) for each part that falls to the block, where
+// Calls body(unit, its number through all spans, part) for each part that falls to the block, where
 // blocks share units.
 template <typename Body>
-__device__ void each_part(const SparseRuns& of, Body body) {
-  for (std::uint64_t i = blockIdx.x; i < of.runs.tiles() * kParts; i += gridDim.x)
-    of.runs.at_tile(i / kParts, [&](Tile<Run> tile) {
+__device__ void each_part(const SparseSpans& of, Body body) {
+  for (std::uint64_t i = blockIdx.x; i < of.spans.tiles() * kParts; i += gridDim.x)
+    of.spans.at_tile(i / kParts, [&](Tile<GpuSpan> tile) {
       body(SparseUnit{of, tile}, i / kParts, static_cast<unsigned>(i % kParts));
     });
 }
 
-// ---- Payloads under construction in shared memory -----------------------------------------------
+// ---- Payloads under construction in shared memory ----------------------------------------------
 
 __device__ inline void clear(std::uint32_t* words, unsigned count) {
   for (unsigned i = threadIdx.x; i < count; i += kUnitThreads) words[i] = 0;

@@ -14,7 +14,7 @@ struct PositionRoom {
   std::uint32_t zeros[kMostLowBits + 1];  // in the codes of all gaps, for each `low`
 };
 
-struct Positions {
+struct WrittenPositions {
   unsigned count;   // hits of the unit
   unsigned before;  // hits before the thread's word
   unsigned bytes;   // that were written
@@ -43,16 +43,16 @@ __device__ inline void count_zeros(std::uint32_t word, unsigned next, PositionRo
   }
 }
 
-struct GapCode {
+struct GapChoice {
   unsigned low, bits;
 };
 
 // Searches for the shortest code in the same steps as the CPU.
-__device__ inline GapCode best_gap_code(const PositionRoom& room, unsigned count, unsigned n) {
+__device__ inline GapChoice best_gap_code(const PositionRoom& room, unsigned count, unsigned n) {
   const auto code_of = [&](unsigned low) {
-    return GapCode{low, room.zeros[low] + count * (1 + low)};
+    return GapChoice{low, room.zeros[low] + count * (1 + low)};
   };
-  GapCode best = code_of(31 - static_cast<unsigned>(__clz(static_cast<int>(n / count))));
+  GapChoice best = code_of(31 - static_cast<unsigned>(__clz(static_cast<int>(n / count))));
   while (best.low < kMostLowBits && code_of(best.low + 1).bits < best.bits)
     best = code_of(best.low + 1);
   while (best.low > 0 && code_of(best.low - 1).bits <= best.bits) best = code_of(best.low - 1);
@@ -76,7 +76,7 @@ __device__ inline void write_gaps(std::uint32_t word, unsigned next, unsigned lo
 __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigned before,
                                       unsigned count, unsigned n, const PositionRoom& room,
                                       std::uint32_t* out) {
-  const GapCode code = best_gap_code(room, count, n);
+  const GapChoice code = best_gap_code(room, count, n);
   const unsigned bytes_of_count = count < kShortCount ? 1 : 2;
   const unsigned list = bytes_of_count + 2 * count, gaps = bytes_of_count + (code.bits + 7) / 8,
                  bitmap = (n + 7) / 8;
@@ -105,8 +105,8 @@ __device__ inline unsigned write_some(std::uint32_t word, unsigned next, unsigne
 
 // Writes the positions of a unit of n elements to `out`, which is 0 before and may be read after a
 // barrier. `word` is the thread's word of the mask, 0 beyond n.
-__device__ inline Positions write_positions(std::uint32_t word, unsigned n, PositionRoom& room,
-                                            std::uint32_t* out) {
+__device__ inline WrittenPositions write_positions(std::uint32_t word, unsigned n,
+                                                   PositionRoom& room, std::uint32_t* out) {
   if (threadIdx.x <= kMostLowBits) room.zeros[threadIdx.x] = 0;
   const auto sums = block_sums(static_cast<std::uint32_t>(__popc(word)));
   const unsigned count = sums.all;

@@ -287,7 +287,7 @@ __device__ std::uint32_t decode_unit(Foreign in, Values values, unsigned n, floa
 }
 
 struct Decoder {
-  Batch<Run> runs;
+  Batch<GpuSpan> spans;
   std::uint64_t slot_bytes;
   Decoding how;
   std::uint32_t* flags;
@@ -298,23 +298,23 @@ template <typename Values>
 __global__ void __launch_bounds__(kUnitThreads, 2)
     decode_units(const __grid_constant__ Decoder of) {
   __shared__ ReadRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
-    const Run& run = tile.run;
-    const std::byte* const slot = of.how.payloads.first + run.payload + sparse_table_bytes(run.n) +
-                                  tile.number * of.slot_bytes;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
+    const GpuSpan& span = tile.span;
+    const std::byte* const slot = of.how.payloads.first + span.payload +
+                                  sparse_table_bytes(span.n) + tile.number * of.slot_bytes;
     const std::uint32_t found =
-        decode_unit(Foreign{slot, of.slot_bytes}, Values{}, unit_length(run.n, tile.number),
-                    run.y + tile.number * kUnit, of.how.adds, of.how.factor, room);
+        decode_unit(Foreign{slot, of.slot_bytes}, Values{}, unit_length(span.n, tile.number),
+                    span.y + tile.number * kUnit, of.how.adds, of.how.factor, room);
     if (threadIdx.x == 0 && found != 0) set_flag(of.flags, found);
     __syncthreads();  // separates the registers of two units: without it the compiler spills
   });
 }
 
 template <typename Values>
-Status decode_runs(std::uint64_t slot_bytes, const Run* runs, int count, const Decoding& how,
-                   std::uint32_t* flags, Stream stream) {
+Status decode_spans(std::uint64_t slot_bytes, const GpuSpan* spans, int count, const Decoding& how,
+                    std::uint32_t* flags, Stream stream) {
   if (how.payloads.count != 1) return cudaErrorInvalidValue;
-  return in_batches(runs, count, units_of_run, [&](const Batch<Run>& batch) {
+  return in_batches(spans, count, units_of_span, [&](const Batch<GpuSpan>& batch) {
     const Decoder of{batch, slot_bytes, how, flags};
     return launch(decode_units<Values>, batch.tiles(), kUnitThreads, stream, of);
   });

@@ -8,7 +8,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse_positions.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse_read.cuh"
@@ -26,7 +26,7 @@ __device__ bool usable(float tau) {
 }
 
 // Returns the state of the call under way.
-__device__ CodecState& codec_state_of(KeyState* key_state) {
+__device__ GpuCodecState& codec_state_of(GpuKeyState* key_state) {
   return key_state->codec_state[1 - key_state->which];
 }
 
@@ -40,9 +40,9 @@ constexpr std::uint64_t samples_of(std::uint64_t n) {
 }
 
 __global__ void __launch_bounds__(kUnitThreads)
-    take_samples(const float* x, RunFeedback run_feedback, std::uint64_t n, std::uint32_t* keys) {
-  if (usable(codec_state_of(run_feedback.key_state).tau)) return;
-  const float* residual = residual_of(run_feedback);
+    take_samples(const float* x, SpanFeedback span_feedback, std::uint64_t n, std::uint32_t* keys) {
+  if (usable(codec_state_of(span_feedback.key_state).tau)) return;
+  const float* residual = residual_of(span_feedback);
   const std::uint64_t stride = samples_stride(n);
   for (std::uint64_t i = first_index(); i * stride < n; i += index_stride()) {
     const float v = residual == nullptr ? x[i * stride] : x[i * stride] + residual[i * stride];
@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kUnitThreads)
 // that is 0.
 __global__ void __launch_bounds__(kUnitThreads)
     choose_first_tau(const std::uint32_t* keys, unsigned count, unsigned share,
-                     KeyState* key_state) {
+                     GpuKeyState* key_state) {
   __shared__ SelectRoom room;
-  CodecState& codec_state = codec_state_of(key_state);
+  GpuCodecState& codec_state = codec_state_of(key_state);
   const bool known = usable(codec_state.tau);
   __syncthreads();  // all threads have read tau
   if (known) return;
@@ -71,31 +71,31 @@ __global__ void __launch_bounds__(kUnitThreads)
     codec_state.tau = __uint_as_float(found.magnitude > 0 ? found.magnitude : largest);
 }
 
-Status threshold_prepare(const float* x, RunFeedback run_feedback, std::uint64_t n, double density,
-                         void* scratch, Stream stream) {
-  if (n == 0 || density == 0 || run_feedback.key_state == nullptr) return 0;
+Status threshold_prepare(const float* x, SpanFeedback span_feedback, std::uint64_t n,
+                         double density, void* scratch, Stream stream) {
+  if (n == 0 || density == 0 || span_feedback.key_state == nullptr) return 0;
   auto* keys = static_cast<std::uint32_t*>(scratch);
   const std::uint64_t count = samples_of(n);
   const Status status = launch(take_samples, blocks_for(count, kUnitThreads), kUnitThreads, stream,
-                               x, run_feedback, n, keys);
+                               x, span_feedback, n, keys);
   if (status != 0) return status;
   return launch(choose_first_tau, 1, kUnitThreads, stream, keys, static_cast<unsigned>(count),
-                static_cast<unsigned>(share_of(density, count)), run_feedback.key_state);
+                static_cast<unsigned>(share_of(density, count)), span_feedback.key_state);
 }
 
 // ---- The tau of each unit, where the call has none ---------------------------------------------
 
 // Returns the call's tau; 0 where it has no usable one.
-__device__ float tau_of_call(const RunFeedback& run_feedback) {
-  if (run_feedback.key_state == nullptr) return 0;
-  const float tau = codec_state_of(run_feedback.key_state).tau;
+__device__ float tau_of_call(const SpanFeedback& span_feedback) {
+  if (span_feedback.key_state == nullptr) return 0;
+  const float tau = codec_state_of(span_feedback.key_state).tau;
   return usable(tau) ? tau : 0;
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    choose_unit_taus(const __grid_constant__ SparseRuns of) {
+    choose_unit_taus(const __grid_constant__ SparseSpans of) {
   __shared__ SelectRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
     const SparseUnit unit{of, tile};
     if (tau_of_call(unit.feedback()) > 0) return;
     const BlockSource source = unit.source();
@@ -125,7 +125,7 @@ __device__ float tau_of(const SparseUnit& unit) {
 
 // ---- encode ------------------------------------------------------------------------------------
 
-struct EncodeRoom {
+struct ThresholdRoom {
   std::uint32_t hits[kUnitWords], negative[kUnitWords];
   PositionRoom positions;
   std::uint32_t payload[kSlotBytes / 4 + 1];
@@ -180,12 +180,12 @@ __device__ void write_signs(std::uint32_t hits, std::uint32_t negative, unsigned
 
 // Writes a unit's payload into the room, where it may be read after a barrier, and counts its
 // elements in key_state. Returns its bytes.
-__device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uint32_t largest,
-                               KeyState* key_state) {
+__device__ unsigned write_unit(ThresholdRoom& room, unsigned n, float tau, std::uint32_t largest,
+                               GpuKeyState* key_state) {
   const std::uint32_t hits = room.hits[threadIdx.x];
-  const Positions positions = write_positions(hits, n, room.positions, room.payload);
+  const WrittenPositions positions = write_positions(hits, n, room.positions, room.payload);
   if (threadIdx.x == 0 && key_state != nullptr) {
-    CodecState& codec_state = codec_state_of(key_state);
+    GpuCodecState& codec_state = codec_state_of(key_state);
     atomicAdd(reinterpret_cast<unsigned long long*>(&codec_state.sent),
               static_cast<unsigned long long>(positions.count));
     atomicMax(&codec_state.largest, largest);
@@ -198,11 +198,11 @@ __device__ unsigned write_unit(EncodeRoom& room, unsigned n, float tau, std::uin
 }
 
 // Writes a unit's payload and its size, by the masks in the room.
-__device__ void finish_unit(EncodeRoom& room, const SparseUnit& unit, float tau,
+__device__ void finish_unit(ThresholdRoom& room, const SparseUnit& unit, float tau,
                             std::uint32_t largest) {
   unsigned bytes = 1;
   if (largest < kInfinityBits)
-    bytes = write_unit(room, unit_length(unit.tile.run.n, unit.tile.number), tau, largest,
+    bytes = write_unit(room, unit_length(unit.tile.span.n, unit.tile.number), tau, largest,
                        unit.feedback().key_state);
   else if (threadIdx.x == 0)
     room.payload[0] = head_of(codec::PositionFormat::kNotFinite);
@@ -212,9 +212,9 @@ __device__ void finish_unit(EncodeRoom& room, const SparseUnit& unit, float tau,
   __syncthreads();  // nobody reads the room any more
 }
 
-__global__ void __launch_bounds__(kUnitThreads, 2) encode(const __grid_constant__ SparseRuns of) {
-  __shared__ EncodeRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
+__global__ void __launch_bounds__(kUnitThreads, 2) encode(const __grid_constant__ SparseSpans of) {
+  __shared__ ThresholdRoom room;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
     const SparseUnit unit{of, tile};
     const BlockSource source = unit.source();
     const float tau = tau_of(unit);
@@ -238,7 +238,7 @@ struct SharedUnit {
 };
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    take_parts(const __grid_constant__ SparseRuns of, SharedUnit* units) {
+    take_parts(const __grid_constant__ SparseSpans of, SharedUnit* units) {
   each_part(of, [&](const SparseUnit& unit, std::uint64_t number, unsigned part) {
     SharedUnit& found = units[number];
     const std::uint32_t largest =
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
 }
 
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    write_shared(const __grid_constant__ SparseRuns of, const SharedUnit* units) {
-  __shared__ EncodeRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
+    write_shared(const __grid_constant__ SparseSpans of, const SharedUnit* units) {
+  __shared__ ThresholdRoom room;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
     const SharedUnit& found = units[tile.first + tile.number];
     const std::uint32_t hits = found.hits[threadIdx.x];
     room.hits[threadIdx.x] = hits;
@@ -264,17 +264,17 @@ __global__ void __launch_bounds__(kUnitThreads, 2)
   });
 }
 
-Status threshold_encode_runs(float tau, double density, const Run* runs, int count,
-                             const Encoding& how, void* scratch, Stream stream) {
+Status threshold_encode_spans(float tau, double density, const GpuSpan* spans, int count,
+                              const Encoding& how, void* scratch, Stream stream) {
   if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
   auto* const taus = static_cast<float*>(scratch);
   std::uint64_t units = 0;
-  for (int i = 0; i < count; ++i) units += units_of(runs[i].n);
+  for (int i = 0; i < count; ++i) units += units_of(spans[i].n);
   auto* const shared = reinterpret_cast<SharedUnit*>(static_cast<std::byte*>(scratch) +
                                                      aligned(units * sizeof(float)));
   return in_sparse_batches(
-      {{}, how.out, kSlotBytes, density, tau, taus}, runs, count, [&](const SparseRuns& of) {
-        const std::uint64_t tiles = of.runs.tiles();
+      {{}, how.out, kSlotBytes, density, tau, taus}, spans, count, [&](const SparseSpans& of) {
+        const std::uint64_t tiles = of.spans.tiles();
         Status status = 0;
         if (tau == 0) status = launch(choose_unit_taus, tiles, kUnitThreads, stream, of);
         if (status != 0) return status;
@@ -294,8 +294,8 @@ __device__ double limit(double x, double least, double most) {
   return x < least ? least : most < x ? most : x;
 }
 
-__global__ void adapt(std::uint64_t n, double density, KeyState* key_state) {
-  CodecState& codec_state = codec_state_of(key_state);
+__global__ void adapt(std::uint64_t n, double density, GpuKeyState* key_state) {
+  GpuCodecState& codec_state = codec_state_of(key_state);
   const float largest = __uint_as_float(codec_state.largest);
   if (threadIdx.x > 0 || !usable(codec_state.tau) || !usable(largest)) return;
   const double elements = density * static_cast<double>(n);
@@ -311,7 +311,7 @@ __global__ void adapt(std::uint64_t n, double density, KeyState* key_state) {
       limit(tau, static_cast<double>(__uint_as_float(1)), static_cast<double>(FLT_MAX)));
 }
 
-Status threshold_adapt(std::uint64_t n, double density, KeyState* key_state, Stream stream) {
+Status threshold_adapt(std::uint64_t n, double density, GpuKeyState* key_state, Stream stream) {
   if (density == 0 || key_state == nullptr) return 0;
   return launch(adapt, 1, kWarp, stream, n, density, key_state);
 }
@@ -340,9 +340,9 @@ class Signs {
   std::uint32_t tau_ = 0;
 };
 
-Status threshold_decode_runs(const Run* runs, int count, const Decoding& how, std::uint32_t* flags,
-                             Stream stream) {
-  return decode_runs<Signs>(kSlotBytes, runs, count, how, flags, stream);
+Status threshold_decode_spans(const GpuSpan* spans, int count, const Decoding& how,
+                              std::uint32_t* flags, Stream stream) {
+  return decode_spans<Signs>(kSlotBytes, spans, count, how, flags, stream);
 }
 
 std::size_t threshold_scratch_bytes(std::uint64_t units) {
@@ -356,8 +356,8 @@ std::size_t threshold_scratch_bytes(std::uint64_t units) {
 void fill_threshold(Api& api) {
   api.threshold_prepare = threshold_prepare;
   api.threshold_adapt = threshold_adapt;
-  api.threshold_encode_runs = threshold_encode_runs;
-  api.threshold_decode_runs = threshold_decode_runs;
+  api.threshold_encode_spans = threshold_encode_spans;
+  api.threshold_decode_spans = threshold_decode_spans;
   api.threshold_scratch_bytes = threshold_scratch_bytes;
 }
 

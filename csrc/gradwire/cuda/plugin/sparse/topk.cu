@@ -6,7 +6,7 @@
 #include "gradwire/cuda/plugin/floats.cuh"
 #include "gradwire/cuda/plugin/functions.h"
 #include "gradwire/cuda/plugin/gpu.cuh"
-#include "gradwire/cuda/plugin/run_feedback.cuh"
+#include "gradwire/cuda/plugin/span_feedback.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse_positions.cuh"
 #include "gradwire/cuda/plugin/sparse/sparse_read.cuh"
@@ -41,8 +41,8 @@ struct As16Bits {
 // Calls body with the class that narrows and widens such values.
 template <typename Body>
 Status with_values(Values values, Body body) {
-  if (values == Values::kFp16) return body(As16Bits<Fp16>{});
-  if (values == Values::kBf16) return body(As16Bits<Bf16>{});
+  if (values == Values::kFp16) return body(As16Bits<GpuFp16>{});
+  if (values == Values::kBf16) return body(As16Bits<GpuBf16>{});
   return body(AsFloat32{});
 }
 
@@ -50,7 +50,7 @@ Status with_values(Values values, Body body) {
 
 constexpr unsigned kStagedBytes = 16384;  // largest payload that is assembled in shared memory
 
-struct EncodeRoom {
+struct TopKRoom {
   union {
     SelectRoom select;
     std::uint32_t before[kUnitWords];  // hits before each word
@@ -71,7 +71,7 @@ __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
 }
 
 // Sets the bits of the selected elements in room.hits, which may be read after a barrier.
-__device__ void mark_largest(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned steps,
+__device__ void mark_largest(TopKRoom& room, const float (&v)[kUnitSteps], unsigned steps,
                              const Selected& found) {
   const bool some = found.taken < found.equal;  // whether only some of the ties are sent
 #pragma unroll
@@ -91,14 +91,14 @@ __device__ void mark_largest(EncodeRoom& room, const float (&v)[kUnitSteps], uns
 }
 
 // Returns the number of the thread's hit in a step among the hits of the unit.
-__device__ unsigned rank_of(const EncodeRoom& room, unsigned step) {
+__device__ unsigned rank_of(const TopKRoom& room, unsigned step) {
   const unsigned word = mask_word(step);
   return room.before[word] + bits_before(room.hits[word]);
 }
 
 // Puts the values into shared memory, behind the positions: from byte `at` on.
 template <typename As>
-__device__ void stage_values(EncodeRoom& room, const float (&v)[kUnitSteps], unsigned at) {
+__device__ void stage_values(TopKRoom& room, const float (&v)[kUnitSteps], unsigned at) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s)
     if (has_bit(room.hits[mask_word(s)]))
@@ -114,7 +114,7 @@ __device__ std::byte byte_of(std::uint32_t value, unsigned b) {
 
 // Writes the values to their places in the payload, byte by byte.
 template <typename As>
-__device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps], std::byte* out) {
+__device__ void write_values(const TopKRoom& room, const float (&v)[kUnitSteps], std::byte* out) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s) {
     if (!has_bit(room.hits[mask_word(s)])) continue;
@@ -126,7 +126,7 @@ __device__ void write_values(const EncodeRoom& room, const float (&v)[kUnitSteps
 }
 
 template <typename As>
-__device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps], unsigned steps,
+__device__ void write_errors(const TopKRoom& room, const float (&v)[kUnitSteps], unsigned steps,
                              float* error) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s) {
@@ -139,13 +139,13 @@ __device__ void write_errors(const EncodeRoom& room, const float (&v)[kUnitSteps
 
 // Writes the payload of a unit, its largest elements as found. Returns its bytes.
 template <typename As>
-__device__ unsigned write_unit(EncodeRoom& room, const float (&v)[kUnitSteps],
+__device__ unsigned write_unit(TopKRoom& room, const float (&v)[kUnitSteps],
                                const BlockSource& source, const Selected& found, std::byte* out) {
   const unsigned n = source.n;
   clear(room.payload, kStagedBytes / 4 + 2);
   mark_largest(room, v, source.steps, found);
   __syncthreads();
-  const Positions positions =
+  const WrittenPositions positions =
       write_positions(room.hits[threadIdx.x], n, room.positions, room.payload);
   room.before[threadIdx.x] = positions.before;
   __syncthreads();
@@ -166,9 +166,9 @@ __device__ unsigned write_not_finite(std::byte* out) {
 }
 
 template <typename As>
-__global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ SparseRuns of) {
-  __shared__ EncodeRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
+__global__ void __launch_bounds__(kUnitThreads, 1) encode(const __grid_constant__ SparseSpans of) {
+  __shared__ TopKRoom room;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
     const SparseUnit unit{of, tile};
     const BlockSource source = unit.source();
     float* const error = unit.error();
@@ -207,7 +207,7 @@ static_assert(2 * kUnitThreads == 1U << kFirstDigitBits && kUnit < 1U << 16);
 
 // Counts digits and, where errors are kept, writes v to e'.
 __global__ void __launch_bounds__(kUnitThreads, 2)
-    count_parts(const __grid_constant__ SparseRuns of, UnitCounts* units) {
+    count_parts(const __grid_constant__ SparseSpans of, UnitCounts* units) {
   __shared__ std::uint32_t counts[1U << kFirstDigitBits];
   each_part(of, [&](const SparseUnit& unit, std::uint64_t number, unsigned part) {
     const BlockSource source = unit.source();
@@ -245,7 +245,7 @@ static_assert(kInfinityBits % (2U << (2 * kDigitBits)) == 0);
 
 // Writes the errors of the elements that are sent; those of the others are there.
 template <typename As>
-__device__ void write_sent_errors(const EncodeRoom& room, const float (&v)[kUnitSteps],
+__device__ void write_sent_errors(const TopKRoom& room, const float (&v)[kUnitSteps],
                                   float* error) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s)
@@ -254,9 +254,9 @@ __device__ void write_sent_errors(const EncodeRoom& room, const float (&v)[kUnit
 
 template <typename As>
 __global__ void __launch_bounds__(kUnitThreads, 1)
-    write_shared(const __grid_constant__ SparseRuns of, const UnitCounts* units) {
-  __shared__ EncodeRoom room;
-  of.runs.each_tile([&](Tile<Run> tile) {
+    write_shared(const __grid_constant__ SparseSpans of, const UnitCounts* units) {
+  __shared__ TopKRoom room;
+  of.spans.each_tile([&](Tile<GpuSpan> tile) {
     const SparseUnit unit{of, tile};
     float* const error = unit.error();
     BlockSource source = unit.source();
@@ -282,13 +282,14 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
   });
 }
 
-Status topk_encode_runs(double density, Values values, std::uint64_t slot_bytes, const Run* runs,
-                        int count, const Encoding& how, void* scratch, Stream stream) {
+Status topk_encode_spans(double density, Values values, std::uint64_t slot_bytes,
+                         const GpuSpan* spans, int count, const Encoding& how, void* scratch,
+                         Stream stream) {
   if (how.received.count > 0 || how.finishes) return cudaErrorInvalidValue;
   auto* const counts = static_cast<UnitCounts*>(scratch);
   return in_sparse_batches(
-      {{}, how.out, slot_bytes, density, 0, nullptr}, runs, count, [&](const SparseRuns& of) {
-        const std::uint64_t tiles = of.runs.tiles();
+      {{}, how.out, slot_bytes, density, 0, nullptr}, spans, count, [&](const SparseSpans& of) {
+        const std::uint64_t tiles = of.spans.tiles();
         const bool shared = are_shared(tiles);
         if (shared)
           if (const Status status =
@@ -330,19 +331,19 @@ class Largest {
   Foreign in_{};
 };
 
-Status topk_decode_runs(std::uint64_t slot_bytes, Values values, const Run* runs, int count,
-                        const Decoding& how, std::uint32_t* flags, Stream stream) {
+Status topk_decode_spans(std::uint64_t slot_bytes, Values values, const GpuSpan* spans, int count,
+                         const Decoding& how, std::uint32_t* flags, Stream stream) {
   return with_values(values, [&](auto as) {
-    return decode_runs<Largest<decltype(as)>>(slot_bytes, runs, count, how, flags, stream);
+    return decode_spans<Largest<decltype(as)>>(slot_bytes, spans, count, how, flags, stream);
   });
 }
 
 }  // namespace
 
 void fill_topk(Api& api) {
-  api.topk_encode_runs = topk_encode_runs;
+  api.topk_encode_spans = topk_encode_spans;
   api.topk_scratch_bytes = topk_scratch_bytes;
-  api.topk_decode_runs = topk_decode_runs;
+  api.topk_decode_spans = topk_decode_spans;
 }
 
 }  // namespace gradwire::cuda
