@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
+COMPRESSED = f"{'onebit':<28}{1:>11,}{40 * 40:>12,}"  # of the table of statistics
 LIMIT = 600.0  # seconds, after which a program is taken to hang
-TRAINERS = ("accelerate", "lightning", "transformers")  # in the order of the hook's page
+TRAINERS = ("transformers", "accelerate", "lightning")  # in the order of their page
 # What Lightning ignores on CPUs; accelerate's own hooks have names.
 DROPPED_HOOK = """
 import gradwire.torch
@@ -96,15 +97,15 @@ VALIDATED = {
     },
 }
 
-
+USE = "from gradwire.integrations import use_backend\nuse_backend()\n"
 # What makes them train over the backend gradwire.
 OVER_BACKEND = {
-    "accelerate": {
-        "accelerator = Accelerator(": 'torch.distributed.init_process_group("gradwire")\n'
-        "accelerator = Accelerator("
+    "accelerate": {"accelerator = Accelerator(": USE + "accelerator = Accelerator("},
+    "lightning": {
+        "strategy=GradwireStrategy(": 'strategy=GradwireStrategy(process_group_backend="gradwire", '
+        "codec="
     },
-    "lightning": {'process_group_backend="gloo"': 'process_group_backend="gradwire"'},
-    "transformers": {"once = train()": 'dist.init_process_group("gradwire")\nonce = train()'},
+    "transformers": {"once, _ = train()": USE + "once, _ = train()"},
 }
 
 
@@ -116,7 +117,8 @@ def backend_programs() -> list[str]:
 
 def hook_programs() -> list[str]:
     """The blocks of Python in the page on trainers."""
-    return _blocks((DOCS / "trainers.md").read_text())
+    page = (DOCS / "trainers.md").read_text()
+    return _blocks(page.split("\n## The backend under a trainer\n")[0])
 
 
 def _blocks(text: str) -> list[str]:
@@ -152,7 +154,7 @@ def output_of(program: str) -> str:
 
 def main() -> None:
     """Fails where a program does, or its last line tells of something else than it should."""
-    for program, trainer in zip(backend_programs(), TRAINERS[:2], strict=True):
+    for program, trainer in zip(backend_programs(), ("accelerate", "lightning"), strict=True):
         printed = output_of(program)
         assert printed.count(f"{trainer} over gradwire: 0.0") == 2, printed
         print(f"{trainer} over the backend: passed")
@@ -161,6 +163,7 @@ def main() -> None:
         for each in (*both, *(changed(one, trainer, OVER_BACKEND) for one in both)):
             printed = output_of(each)
             assert printed.count(f"{trainer}: spread 0.0, resumed alike: True") == 2, printed
+            assert COMPRESSED in printed, printed
         print(f"{trainer} with the hook, resumed; with validation and accumulation too: passed")
     printed = output_of(DROPPED_HOOK)
     assert printed.count("refused: SGD steps 'net.weight'") == 2, printed

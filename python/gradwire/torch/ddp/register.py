@@ -144,10 +144,11 @@ def stats(model: DistributedDataParallel | HookState) -> Stats:
     per rank, times in seconds (in the table in MB and ms). Raises InvalidArgument for a model
     without gradwire's hook.
     """
-    return _state_of(model).stats()
+    return state_of(model).stats()
 
 
-def _state_of(model: Any) -> HookState:
+def state_of(model: Any) -> HookState:
+    """The hook of a model, or the hook itself; raises InvalidArgument where there is none."""
     if isinstance(model, HookState):
         return model
     model = getattr(model, "_orig_mod", model)  # of torch.compile()

@@ -73,6 +73,12 @@ class Compression:
         return Rules(self.codec, self.rules, self.min_elements)
 
     @property
+    def can_warm_up(self) -> bool:
+        """Whether the codec is "auto", or a biased one of gradwire's at all steps."""
+        codec = self.codec
+        return isinstance(codec, str | NativeCodec) and (codec == AUTO or is_biased(codec))
+
+    @property
     def alike(self) -> dict[str, object]:
         """The settings that all ranks must give alike; of codecs their calls tell."""
         return {"min_elements": self.min_elements, "warm_up": self.warm_up}
@@ -85,11 +91,10 @@ class Compression:
 
     def _require_to_warm_up(self) -> None:
         """Raises InvalidArgument for a codec that a warm-up is not for."""
-        codec = self.codec
-        if not isinstance(codec, str | NativeCodec) or not (codec == AUTO or is_biased(codec)):
+        if not self.can_warm_up:
             raise InvalidArgument(
                 f"warm_up={self.warm_up} is for a biased codec of gradwire's, such as 'onebit', "
-                f"and codec={codec!r} is none: leave warm_up= out, or give codec=Stages((0, "
+                f"and codec={self.codec!r} is none: leave warm_up= out, or give codec=Stages((0, "
                 f"{START!r}), ({self.warm_up}, your codec))"
             )
 
