@@ -18,6 +18,7 @@ exclude_patterns = ["generated"]  # is included by other pages
 myst_heading_anchors = 3
 default_role = "py:obj"
 highlight_language = "none"  # of blocks that name none
+autodoc_mock_imports = ["accelerate", "lightning", "ray", "transformers"]
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 80

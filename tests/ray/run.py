@@ -15,7 +15,29 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs/launching.md"
 LIMIT = 600.0  # seconds, after which a program is taken to hang
 # What each prints, in the page's order.
-EXPECTED = {"actors": "[0.5, 0.5]", "TorchTrainer": "steps"}
+EXPECTED = {
+    "actors": "[0.5, 0.5]",
+    "TorchTrainer": "'began': 0",
+    "an elastic session": "elastic: the same bits",
+    "a parameter server": "replicas learned: True",
+}
+
+
+# One worker dies, after Ray's controller, which asks every two seconds, knows of the checkpoint.
+DEATH = """
+        if step == 7 and first == 0 and rank == 1:
+            import os, time
+
+            time.sleep(10)
+            os._exit(1)
+"""
+
+
+def dying(program: str) -> str:
+    """The program of a TorchTrainer, one of whose workers dies once."""
+    start = "    for step in range(first, 10):"
+    assert start in program, "the page has another loop"
+    return program.replace(start, start + DEATH)
 
 
 def programs() -> list[str]:
@@ -46,6 +68,9 @@ def main() -> None:
         printed = output_of(program)
         assert expected in printed, printed
         print(f"{name}: passed")
+    printed = output_of(dying(programs()[1]))
+    assert "'began': 5" in printed, printed
+    print("TorchTrainer, a worker of which dies: passed")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ void GpuExecution::run(const GpuCall& call, Messages& messages, const CallStream
 // segment.
 template <typename Visit>
 void GpuExecution::each_round(Visit visit) const {
-  const Sends sends = call_.plan->sends(), receives = call_.plan->receives();
+  const Sends sends = call_.plan->sends();
+  const Receives receives = call_.plan->receives();
   std::size_t s = 0, r = 0;
   while (s < sends.size() || r < receives.size()) {
     const int round = std::min(s < sends.size() ? sends[s].round : 0xFFFF,
