@@ -56,7 +56,7 @@ def test_biased_codecs_warm_up_for_a_fifth_of_the_steps(
 
 def residuals_of(state: gradwire.torch.State) -> dict[str, bytes]:
     assert state.feedback is not None
-    return {key: state.feedback.residual(key).tobytes() for key in state.feedback.keys()}
+    return {key: state.feedback.residual(key).tobytes() for key in dict(state.feedback.keys())}
 
 
 def save_trained(folder: Path) -> Any:
