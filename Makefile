@@ -15,7 +15,8 @@
 #                  SANITIZE_CUDA=ON: those of the CUDA part under the first too, which takes minutes
 #   make faults    COUNT=1000 random jobs with a random fault each, from a SEED that is printed. KIND=training
 #                  over the backend of torch.distributed, serving: servers and clients of a parameter
-#                  server, elastic: ranks that die, stop and join, elastic_training: the same in trainings
+#                  server, elastic: ranks that die, stop and join, elastic_training: the same in trainings,
+#                  false_alarms: busy and stopped ranks that must not count as dead
 #   make mutants   COUNT=100 small changes in the code, from a SEED, and whether tests notice them
 #   make soak      MINUTES=120 of a bit of everything, after which memory must have come to a plateau
 #   make fuzz      every parser of foreign bytes under libFuzzer, FUZZ_SECONDS=60 in all
@@ -77,6 +78,7 @@ nightly:
 	$(MAKE) faults KIND=serving COUNT=200
 	$(MAKE) faults KIND=elastic
 	$(MAKE) faults KIND=elastic_training COUNT=300
+	$(MAKE) faults KIND=false_alarms COUNT=200
 	$(MAKE) mutants COUNT=100
 	$(MAKE) soak
 	$(MAKE) fuzz FUZZ_SECONDS=600

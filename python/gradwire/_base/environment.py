@@ -85,7 +85,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": (
         "seconds of silence after which a peer's host counts as dead",
-        "15",
+        "5",
     ),
     "GRADWIRE_STALL_SECONDS": (
         "seconds without progress after which a rank logs whom it waits for; 0: never",
