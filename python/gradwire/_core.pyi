@@ -437,7 +437,13 @@ class Communicator:
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
     def adopt_control(self, fd: int, seal: Seal | None, peer: int, /) -> None: ...
     def adopt_link(
-        self, lane: str, transport: str, fd: int, seal: Seal | None, peer: int, timeout: float, /
+        self,
+        lane: str,
+        transport: str,
+        streams: Sequence[tuple[int, Seal | None]],  # descriptors, and their keys
+        peer: int,
+        timeout: float,
+        /,
     ) -> None: ...
     # Once, when all links are made.
     def join(self, family: Family, /) -> None: ...

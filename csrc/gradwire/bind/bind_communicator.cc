@@ -51,8 +51,13 @@ void adopt_control(CommunicatorHandle& self, int fd, shared_ptr<crypto::Seal> se
 }
 
 void adopt_link(CommunicatorHandle& self, const std::string& lane, const std::string& transport,
-                int fd, shared_ptr<crypto::Seal> seal, Rank peer, double timeout) {
-  transport::Connection connection(UniqueFd(fd), std::move(seal));
+                const std::vector<std::pair<int, shared_ptr<crypto::Seal>>>& streams, Rank peer,
+                double timeout) {
+  std::vector<transport::Connection> all;
+  for (const auto& [fd, seal] : streams) all.emplace_back(UniqueFd(fd), seal);
+  if (all.empty()) throw InvalidArgument("a link needs a socket");
+  transport::Connection connection = std::move(all.front());
+  for (auto& each : std::span(all).subspan(1)) connection.more.push_back(std::move(each));
   self.get().adopt_link(parse_lane(lane), transport, std::move(connection), peer, timeout,
                         check_signals);
 }

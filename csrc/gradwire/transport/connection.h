@@ -1,8 +1,10 @@
-// Connection: an authenticated stream socket with one owner, and the keys that seal its traffic.
+// Connection: an authenticated stream socket with one owner, and the keys that seal its traffic; and
+// further ones, by which a link over a long way moves more at a time.
 #pragma once
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "gradwire/base/fd.h"
 #include "gradwire/crypto/seal.h"
@@ -20,6 +22,7 @@ struct Stream {
 struct Connection {
   UniqueFd socket;
   std::shared_ptr<crypto::Seal> seal;  // null: the traffic is plain
+  std::vector<Connection> more;
 
   Connection() = default;
   Connection(UniqueFd owned, std::shared_ptr<crypto::Seal> keys = {})

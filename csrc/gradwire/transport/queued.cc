@@ -15,7 +15,9 @@ bool QueuedTransport::flush() {
     push_on(peer);
     throw_if_gone(peer);
   }
-  return std::ranges::all_of(outboxes_, &CellQueue::empty);
+  for (Rank peer = 0; peer < options().size; ++peer)
+    if (!is_flushed(peer)) return false;
+  return true;
 }
 
 bool QueuedTransport::has_most_unread(Rank peer) {
@@ -38,7 +40,7 @@ int QueuedTransport::first_free_cell() const noexcept {
 
 void QueuedTransport::drop_outbox(Rank peer, const std::string& reason) {
   mark_gone(peer, reason);
-  while (!is_flushed(peer)) release_cell(outbox(peer).pop());
+  while (!outbox(peer).empty()) release_cell(outbox(peer).pop());
 }
 
 void QueuedTransport::queue(int cell, std::size_t bytes, std::span<const Rank> peers) {

@@ -33,7 +33,7 @@ class QueuedTransport : public StagedTransport {
   QueuedTransport(std::string_view name, const LinkOptions& options);
 
   bool flush() final;
-  bool is_flushed(Rank peer) const final { return outboxes_[at(peer)].empty(); }
+  bool is_flushed(Rank peer) const override { return outboxes_[at(peer)].empty(); }
 
  protected:
   struct Cell {

@@ -1,7 +1,8 @@
-// tcp: one stream socket per peer. A message is sent as prefix, payload and padding to 8 bytes;
-// over a sealed socket payload and padding are encrypted, and a tag follows, which covers the
-// prefix. A sender stages it in a cell and pushes out what the socket takes; a receiver reads the
-// stream into one buffer per peer, in which whole frames are shown in place.
+// tcp: one stream socket per peer, or several where the way is long: one stream fills it only as
+// far as the kernel's buffers go. A message is sent as prefix, payload and padding to 8 bytes; over
+// a sealed socket payload and padding are encrypted, and a tag follows, which covers the prefix. A
+// sender stages it in a cell and pushes out what a socket takes; a receiver reads each stream into
+// one buffer, in which whole frames are shown in place, in the order of their numbers.
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -29,26 +30,39 @@ class TcpTransport final : public QueuedTransport {
   void disarm() override {}
 
  private:
-  struct TcpLink {
-    AlignedBuffer sealed;  // the outbox's front frame, where others read its cell, too
-    ConstBytes unsent;     // of the outbox's front frame; empty where none of it was sent
+  struct TcpStream {
+    Stream wire{-1};
+    AlignedBuffer copy;  // of a frame that this stream changes, where others read its cell, too
+    int cell = kNoCell;  // that is being sent
+    ConstBytes unsent;   // of its frame; empty where none of it was sent
     Inbox inbox;
     bool ended = false;
   };
+  struct TcpLink {
+    std::vector<TcpStream> streams;    // one, or more over a long way
+    TcpStream* front = nullptr;        // that has the message which was shown
+    std::uint32_t sent = 0, read = 0;  // frames; not counted where there is one stream
+    bool counts() const noexcept { return streams.size() > 1; }
+  };
 
   void connect(Rank peer, const WaitLimit& wait_limit) override;
+  void add_stream(const Stream& wire, Rank peer, bool several);
+  bool is_flushed(Rank peer) const override;
   std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
-  void consume(Rank peer) override { link_to(peer).inbox.pop(); }
+  void consume(Rank peer) override;
 
   TcpLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
   std::byte* frame(int cell) noexcept { return frames_[at(cell)].data(); }
   void push_out(Rank peer) override;
   void push_on(Rank peer) override { push_out(peer); }
-  bool prepare_front(Rank peer);
-  ConstBytes front_on_wire(Rank peer);
-  bool read_some(Rank peer);
+  bool push(TcpStream& stream, Rank peer);
+  bool begin_frame(TcpStream& stream, Rank peer);
+  ConstBytes on_wire(TcpStream& stream, Rank peer);
+  void finish_frame(TcpStream& stream) noexcept;
+  bool read_some(TcpStream& stream, Rank peer);
+  void drop_unsent(Rank peer, const std::string& reason);
 
   std::vector<TcpLink> links_;
   std::vector<AlignedBuffer> frames_;  // by cell
@@ -60,11 +74,24 @@ TcpTransport::TcpTransport(const LinkOptions& options)
 }
 
 void TcpTransport::connect(Rank peer, const WaitLimit&) {
-  const Stream stream = connection(peer).stream();
-  set_no_delay(stream.socket);
-  link_to(peer).inbox = Inbox(max_message(), stream.seal);
-  if (stream.seal != nullptr) link_to(peer).sealed = frame_buffer(max_message());
-  watch_descriptor(stream.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
+  const Connection& all = connection(peer);
+  add_stream(all.stream(), peer, !all.more.empty());
+  for (const Connection& each : all.more) add_stream(each.stream(), peer, true);
+}
+
+void TcpTransport::add_stream(const Stream& wire, Rank peer, bool several) {
+  set_no_delay(wire.socket);
+  TcpStream& stream = link_to(peer).streams.emplace_back();
+  stream.wire = wire;
+  stream.inbox = Inbox(max_message(), wire.seal);
+  if (wire.seal != nullptr || several) stream.copy = frame_buffer(max_message());
+  watch_descriptor(wire.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
+}
+
+bool TcpTransport::is_flushed(Rank peer) const {
+  const auto& streams = links_[at(peer)].streams;
+  return QueuedTransport::is_flushed(peer) &&
+         std::ranges::all_of(streams, [](const TcpStream& each) { return each.cell == kNoCell; });
 }
 
 void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
@@ -75,73 +102,111 @@ void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers
   queue(cell, whole, peers);
 }
 
+// The first stream takes all frames; the next ones those for which it has no room.
 void TcpTransport::push_out(Rank peer) {
-  TcpLink& link = link_to(peer);
-  const Stream stream = connection(peer).stream();
-  while (!is_flushed(peer)) {
-    if (link.unsent.empty() && !prepare_front(peer)) return;
-    const ssize_t sent =
-        ::send(stream.socket, link.unsent.data(), link.unsent.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && would_block(errno)) return;
-    if (sent < 0) return drop_outbox(peer, system_message("sending failed", errno));
-    link.unsent = link.unsent.subspan(static_cast<std::size_t>(sent));
-    if (link.unsent.empty()) release_cell(outbox(peer).pop());
+  for (TcpStream& stream : link_to(peer).streams) {
+    if (push(stream, peer) && stream.wire.seal != nullptr)
+      stream.wire.seal->prepare_to_seal();  // the next one, while this one is on its way
   }
-  if (stream.seal != nullptr)
-    stream.seal->prepare_to_seal();  // the next one, while this one is on its way
 }
 
-// Returns whether the front frame can be sent.
-bool TcpTransport::prepare_front(Rank peer) {
+// Sends frames until the socket takes no more; returns whether it took all that there were.
+bool TcpTransport::push(TcpStream& stream, Rank peer) {
+  while (stream.cell != kNoCell || begin_frame(stream, peer)) {
+    const ssize_t sent = ::send(stream.wire.socket, stream.unsent.data(), stream.unsent.size(),
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && !would_block(errno)) drop_unsent(peer, system_message("sending failed", errno));
+    if (sent < 0) return false;
+    stream.unsent = stream.unsent.subspan(static_cast<std::size_t>(sent));
+    if (stream.unsent.empty()) finish_frame(stream);
+  }
+  return true;
+}
+
+// Takes the oldest frame of the outbox; returns whether there is one that can be sent.
+bool TcpTransport::begin_frame(TcpStream& stream, Rank peer) {
+  if (QueuedTransport::is_flushed(peer)) return false;
+  stream.cell = outbox(peer).pop();
   try {
-    link_to(peer).unsent = front_on_wire(peer);
+    stream.unsent = on_wire(stream, peer);
     return true;
   } catch (const Error& error) {  // of libcrypto
-    drop_outbox(peer, error.what());
+    drop_unsent(peer, error.what());
     return false;
   }
 }
 
-// Seals a frame as it is about to be sent, in place where nobody else will read the cell: it was
-// mostly staged just before, and is in this processor's cache.
-ConstBytes TcpTransport::front_on_wire(Rank peer) {
-  crypto::Seal* const seal = connection(peer).seal.get();
-  const int front = outbox(peer).front();
-  const Cell& cell = cell_at(front);
-  const ConstBytes plain(frame(front) + kFrameAt, cell.bytes);
-  if (seal == nullptr) return plain;
-  std::byte* out = (cell.readers == 1 ? frame(front) : link_to(peer).sealed.data()) + kFrameAt;
-  if (out != plain.data()) std::memcpy(out, plain.data(), sizeof(Prefix));
-  seal->seal(plain.first(sizeof(Prefix)), plain.subspan(sizeof(Prefix)), out + sizeof(Prefix));
+// Numbers and seals a frame as it is about to be sent, in place where nobody else will read the
+// cell: it was mostly staged just before, and is in this processor's cache.
+ConstBytes TcpTransport::on_wire(TcpStream& stream, Rank peer) {
+  TcpLink& link = link_to(peer);
+  const Cell& cell = cell_at(stream.cell);
+  const ConstBytes plain(frame(stream.cell) + kFrameAt, cell.bytes);
+  if (stream.wire.seal == nullptr && !link.counts()) return plain;
+  std::byte* out = (cell.readers == 1 ? frame(stream.cell) : stream.copy.data()) + kFrameAt;
+  if (out != plain.data())
+    std::memcpy(out, plain.data(), stream.wire.seal != nullptr ? sizeof(Prefix) : plain.size());
+  if (link.counts()) {
+    Prefix prefix;
+    std::memcpy(&prefix, out, sizeof prefix);
+    prefix = Prefix(prefix.length, link.sent++);
+    std::memcpy(out, &prefix, sizeof prefix);
+  }
+  if (stream.wire.seal == nullptr) return {out, plain.size()};
+  const ConstBytes prefix(out, sizeof(Prefix));
+  stream.wire.seal->seal(prefix, plain.subspan(sizeof(Prefix)), out + sizeof(Prefix));
   return {out, plain.size() + crypto::kTagBytes};
 }
 
+void TcpTransport::finish_frame(TcpStream& stream) noexcept {
+  release_cell(stream.cell);
+  stream.cell = kNoCell;
+  stream.unsent = {};
+}
+
+// What the peer sent before may still be here: only arrived() ends the receiving side.
+void TcpTransport::drop_unsent(Rank peer, const std::string& reason) {
+  for (TcpStream& stream : link_to(peer).streams)
+    if (stream.cell != kNoCell) finish_frame(stream);
+  drop_outbox(peer, reason);
+}
+
 std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
-  Inbox& inbox = link_to(peer).inbox;
-  do {
-    if (const auto message = inbox.front(link_id(peer))) return message;
-  } while (read_some(peer));
+  TcpLink& link = link_to(peer);
+  const std::uint32_t ahead = link.counts() ? kAhead : 1;
+  for (bool more = true; more;) {
+    more = false;
+    for (TcpStream& stream : link.streams) {
+      link.front = &stream;
+      if (const auto message = stream.inbox.front(link_id(peer), link.read, ahead)) return message;
+      more |= read_some(stream, peer);
+    }
+  }
   return std::nullopt;
 }
 
-bool TcpTransport::read_some(Rank peer) {
+void TcpTransport::consume(Rank peer) {
   TcpLink& link = link_to(peer);
-  const Stream stream = connection(peer).stream();
-  if (link.ended) return false;
-  const Bytes room = link.inbox.room();
-  const ssize_t got = ::recv(stream.socket, room.data(), room.size(), MSG_DONTWAIT);
+  link.front->inbox.pop();
+  if (link.counts()) ++link.read;
+}
+
+bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
+  if (stream.ended || stream.inbox.has_frame()) return false;
+  const Bytes room = stream.inbox.room();
+  const ssize_t got = ::recv(stream.wire.socket, room.data(), room.size(), MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) {
-    if (stream.seal != nullptr)
-      stream.seal->prepare_to_open();  // what is to come, while nothing is here
+    if (stream.wire.seal != nullptr)
+      stream.wire.seal->prepare_to_open();  // what is to come, while nothing is here
     return false;
   }
   if (got <= 0) {
     const std::string reason = got < 0 ? system_message("receiving failed", errno) : kClosed;
-    link.ended = true;
-    drop_outbox(peer, link.inbox.empty() ? reason : reason + " in the middle of a message");
+    stream.ended = true;
+    drop_unsent(peer, stream.inbox.empty() ? reason : reason + " in the middle of a message");
     return false;
   }
-  link.inbox.received(static_cast<std::size_t>(got));
+  stream.inbox.received(static_cast<std::size_t>(got));
   return true;
 }
 

@@ -13,13 +13,23 @@ namespace gradwire::transport {
 inline constexpr std::size_t kReadAhead =
     8192;  // a small message takes one call; leftover bytes are moved to the front
 
+// How many frames, which are numbered in the order of sending, may be on their way at once over the
+// streams of a link.
+inline constexpr std::uint32_t kAhead = 1U << 24;
+
 struct Prefix {
   std::uint32_t length = 0;
-  std::uint32_t check = ~0U;  // ~length: reveals foreign bytes and lost synchronization at once
+  // The length inverted, and by exclusive or the frame's number, which is 0 where a link has one
+  // stream: foreign bytes and lost sync show at once.
+  std::uint32_t check = ~0U;
 
-  explicit Prefix(std::size_t bytes) : length(static_cast<std::uint32_t>(bytes)), check(~length) {}
+  explicit Prefix(std::size_t bytes, std::uint32_t number = 0)
+      : length(static_cast<std::uint32_t>(bytes)), check(~length ^ number) {}
   Prefix() = default;
-  bool valid(std::size_t most) const { return check == ~length && length <= most; }
+  std::uint32_t number() const { return check ^ ~length; }
+  bool valid(std::size_t most, std::uint32_t next, std::uint32_t ahead) const {
+    return number() - next < ahead && length <= most;
+  }
 };
 inline constexpr std::size_t kPayloadAt = kLine;  // aligned; the prefix is right before it
 inline constexpr std::size_t kFrameAt = kPayloadAt - sizeof(Prefix);
@@ -59,19 +69,23 @@ class Inbox {
         seal_(seal),
         buffer_(kFrameAt + frame_bytes(max_message) + crypto::kTagBytes + kReadAhead) {}
 
-  // Returns the payload of the front frame once all of it is here. Must be called once for each
-  // frame before its pop(). Throws TransportError for what the peer can't have sent.
-  std::optional<ConstBytes> front(const LinkId& link) {
+  // Returns the payload of the front frame once all of it is here, and it has the number `next`;
+  // its number may be ahead of that by less than `ahead`. Returns it once before its pop(). Throws
+  // TransportError for what the peer can't have sent.
+  std::optional<ConstBytes> front(const LinkId& link, std::uint32_t next = 0,
+                                  std::uint32_t ahead = 1) {
     if (size() < sizeof(Prefix)) return std::nullopt;
     const Prefix prefix = front_prefix();
-    if (!prefix.valid(max_message_))
-      throw_transport_error(link, str_cat("impossible message length ", prefix.length,
-                                          ", the limit is ", max_message_));
-    if (size() < bytes_on_wire(prefix)) return std::nullopt;
+    if (!prefix.valid(max_message_, next, ahead))
+      throw_transport_error(link, "impossible message length " + std::to_string(prefix.length) +
+                                      ", the limit is " + std::to_string(max_message_));
+    if (!has_frame() || prefix.number() != next) return std::nullopt;
     const Bytes frame(buffer_.data() + begin_, bytes_on_wire(prefix));
     if (seal_ != nullptr && !opens(frame, link)) throw_transport_error(link, crypto::kChanged);
     return frame.subspan(sizeof(Prefix), prefix.length);
   }
+  // Returns whether all of the front frame is here.
+  bool has_frame() { return size() >= sizeof(Prefix) && size() >= bytes_on_wire(front_prefix()); }
   void pop() { begin_ += bytes_on_wire(front_prefix()); }
   bool empty() const noexcept { return size() == 0; }
 

@@ -83,6 +83,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "seconds before that end in which `should_stop()` tells ranks to stop",
         "60",
     ),
+    "GRADWIRE_TCP_STREAMS": (
+        "TCP streams between two ranks, 1 to 16, or auto: as many as their round trip needs; the "
+        "higher rank's setting counts",
+        "auto",
+    ),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": (
         "seconds of silence after which a peer's host counts as dead",
         "5",
@@ -136,6 +141,13 @@ def _whole(what: str, least: int, most: float = math.inf) -> _Parser:
         if not given.isdecimal() or not least <= int(given) <= most:
             raise ValueError(_limited(what, least, most, ""))
         return float(given)
+
+    return parse
+
+
+def _whole_or_auto(what: str, least: int, most: float) -> _Parser:
+    def parse(given: str) -> float | None:
+        return None if given == "auto" else _whole(what, least, most)(given)  # type: ignore[return-value]
 
     return parse
 
@@ -256,6 +268,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_MIN_RANKS": _whole("a number of ranks", 1),
     "GRADWIRE_SLOT_ENDS": _seconds(0, what="a time since 1970"),
     "GRADWIRE_SLOT_MARGIN": _seconds(0, 1e6),
+    "GRADWIRE_TCP_STREAMS": _whole_or_auto("a number of streams", 1, 16),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": _seconds(1, 3600),
     "GRADWIRE_STALL_SECONDS": _seconds(0, 1e6),
     "GRADWIRE_MODEL": _file,

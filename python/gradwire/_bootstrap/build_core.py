@@ -66,7 +66,8 @@ def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> Non
         core.adopt_control(*hand_over(peer.control), number)
     for number, peer in mesh.peers.items():
         for lane, link in peer.links.items():
-            core.adopt_link(lane, link.transport, *hand_over(link.sock), number, timeout)
+            streams = [hand_over(sock) for sock in link.sockets()]
+            core.adopt_link(lane, link.transport, streams, number, timeout)
 
 
 def _contexts(mesh: Mesh) -> dict[str, _core.TransportContext]:

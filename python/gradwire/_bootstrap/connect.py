@@ -37,6 +37,7 @@ from gradwire._bootstrap.mesh import (
     choose_transport,
     unpack_address_info,
 )
+from gradwire._bootstrap.streams import MOST_STREAMS, further_streams
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
@@ -56,7 +57,8 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETI
 
 _log = logging.getLogger("gradwire")
 
-_Sockets = dict[tuple[int, Purpose], socket.socket]
+# By peer, purpose and number: of streams, from 1.
+_Sockets = dict[tuple[int, Purpose, int], socket.socket]
 
 
 def connect_mesh(
@@ -119,9 +121,7 @@ class _Attempt:
         others = (peer for peer in range(self._mesh.size) if peer != self._mesh.rank)
         transports = {peer: self._choose_route(peer) for peer in others}
         for peer in range(self._mesh.rank):
-            for purpose in _PURPOSES:
-                sock = self._connect(peer, purpose, transports[peer])
-                self._sockets[peer, purpose] = sock
+            self._connect_all(peer, transports[peer])
         self._await_higher()
         self._sockets |= self._acceptor.close()
         for peer in range(self._mesh.rank + 1, self._mesh.size):
@@ -151,13 +151,32 @@ class _Attempt:
             _require_route(lower, infos[0], higher, infos[1])
         return transport
 
-    def _connect(self, peer: int, purpose: Purpose, transport: str) -> socket.socket:
+    def _connect_all(self, peer: int, transport: str) -> None:
+        """Makes all sockets to a lower rank; the first one says how long the way is."""
+        self._connect(peer, Purpose.CONTROL, transport)
+        more = further_streams(self._sockets[peer, Purpose.CONTROL, 0], transport)
+        self._connect(peer, Purpose.COLLECTIVE, transport, announced=more)
+        for stream in range(1, more + 1):
+            self._connect(peer, Purpose.STREAM, transport, stream)
+        self._connect(peer, Purpose.P2P, transport)
+
+    def _connect(
+        self, peer: int, purpose: Purpose, transport: str, stream: int = 0, announced: int = 0
+    ) -> None:
+        hello = self._hello(peer, purpose, stream or announced)
+        self._sockets[peer, purpose, stream] = self._opened(peer, hello, transport)
+
+    def _hello(self, peer: int, purpose: Purpose, stream: int) -> Hello:
+        job, mesh = self._mesh.job, self._mesh
+        return Hello(job.name, purpose, mesh.communicator, job.epoch, mesh.rank, peer, stream)
+
+    def _opened(self, peer: int, hello: Hello, transport: str) -> socket.socket:
         info = self._addresses[peer]
         pause = threading.Event()
         while True:
             try:
                 sock = open_socket(info, transport, self._mesh.interface.interface, self._deadline)
-                return self._authenticate(sock, peer, purpose)
+                return client_handshake(sock, hello, self._mesh.job.secret, self._deadline)
             except SettingsError as error:
                 raise RendezvousError(
                     f"rank {self._mesh.rank} and rank {peer} ({info.name}) cannot connect: {error}"
@@ -194,11 +213,6 @@ class _Attempt:
             "interface of a network that they share"
         )
 
-    def _authenticate(self, sock: socket.socket, peer: int, purpose: Purpose) -> socket.socket:
-        job = self._mesh.job
-        hello = Hello(job.name, purpose, self._mesh.communicator, job.epoch, self._mesh.rank, peer)
-        return client_handshake(sock, hello, job.secret, self._deadline)
-
     def _await_higher(self) -> None:
         while missing := self._acceptor.wait(self._deadline.within(_POLL_SECONDS)):
             self._check_peers()
@@ -214,7 +228,7 @@ class _Attempt:
     def _check_peers(self) -> None:
         """Raises when another rank has given up, or has ended without reporting a failure."""
         self._raise_if_peer_failed(0)
-        for (peer, purpose), sock in (self._sockets | self._acceptor.accepted()).items():
+        for (peer, purpose, _), sock in (self._sockets | self._acceptor.accepted()).items():
             if purpose == Purpose.CONTROL and _has_ended(sock):
                 # It may have reported why, or have followed another failure.
                 self._raise_if_peer_failed(_POLL_SECONDS)
@@ -229,7 +243,7 @@ class _Attempt:
 
         Equal addresses prove the way back too, which later communicators may need.
         """
-        sock, info = self._sockets[peer, Purpose.CONTROL], self._addresses[peer]
+        sock, info = self._sockets[peer, Purpose.CONTROL, 0], self._addresses[peer]
         if sock.family == socket.AF_UNIX:
             return
         source = ipaddress.ip_address(sock.getpeername()[0].split("%")[0])
@@ -244,10 +258,19 @@ class _Attempt:
 
     def _peer(self, peer: int, transport: str) -> Peer:
         links = {
-            lane: Link(transport, self._sockets[peer, purpose]) for lane, purpose in _LANES.items()
+            lane: Link(transport, self._sockets[peer, purpose, 0], self._streams(peer, purpose))
+            for lane, purpose in _LANES.items()
         }
         same_host = self._addresses[peer].host == self._own.host
-        return Peer(same_host, self._sockets[peer, Purpose.CONTROL], links)
+        return Peer(same_host, self._sockets[peer, Purpose.CONTROL, 0], links)
+
+    def _streams(self, peer: int, lane: Purpose) -> tuple[socket.socket, ...]:
+        if lane != Purpose.COLLECTIVE:
+            return ()
+        numbers = sorted(
+            number for of, what, number in self._sockets if (of, what) == (peer, Purpose.STREAM)
+        )
+        return tuple(self._sockets[peer, Purpose.STREAM, number] for number in numbers)
 
 
 class _Acceptor:
@@ -257,7 +280,7 @@ class _Acceptor:
         self._mesh = mesh
         self._accepted: _Sockets = {}
         higher = range(mesh.rank + 1, mesh.size)
-        self._expected = {(rank, purpose) for rank in higher for purpose in _PURPOSES}
+        self._expected = {(rank, purpose, 0) for rank in higher for purpose in _PURPOSES}
         self._authenticator = Authenticator(listeners, mesh.job.name, mesh.job.secret, self._check)
         self._changed = threading.Condition()
         self._stopped = False
@@ -279,7 +302,7 @@ class _Acceptor:
                     f"rank {self._mesh.rank} can accept no connections any more "
                     f"({shortage or repr(self._error)})"
                 ) from self._error
-            return sorted({rank for rank, _ in self._expected - self._accepted.keys()})
+            return sorted({rank for rank, *_ in self._expected - self._accepted.keys()})
 
     def accepted(self) -> _Sockets:
         """The sockets accepted so far, which the acceptor still owns."""
@@ -316,8 +339,12 @@ class _Acceptor:
                 self._changed.notify_all()
 
     def _accept(self, admitted: Admitted) -> None:
-        key = admitted.hello.source, admitted.hello.purpose
+        hello = admitted.hello
+        key = _key(hello)
         with self._changed:
+            if hello.purpose == Purpose.COLLECTIVE:
+                numbers = range(1, hello.stream + 1)
+                self._expected |= {(hello.source, Purpose.STREAM, number) for number in numbers}
             if key in self._accepted:  # the peer tried again because it missed our welcome
                 self._accepted[key].close()
             self._accepted[key] = admitted.sock
@@ -327,11 +354,17 @@ class _Acceptor:
         mesh = self._mesh
         if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
             raise HandshakeError("it belongs to another communicator, or another start of the job")
-        if hello.target != mesh.rank or (hello.source, hello.purpose) not in self._expected:
+        expected = _key(hello) in self._expected and hello.stream <= MOST_STREAMS
+        if hello.target != mesh.rank or not expected:
             raise HandshakeError(
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
                 f"{hello.target} for {hello.purpose.name.lower()}"
             )
+
+
+def _key(hello: Hello) -> tuple[int, Purpose, int]:
+    number = hello.stream if hello.purpose == Purpose.STREAM else 0
+    return hello.source, hello.purpose, number
 
 
 def _require_route(lower: int, listens: AddressInfo, higher: int, connects: AddressInfo) -> None:

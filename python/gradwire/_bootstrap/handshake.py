@@ -44,8 +44,8 @@ from gradwire._host.user_namespace import stands_for_all_unmapped
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a request that must follow
 
 _MAGIC = b"GWJ1"
-_VERSION = 2
-_HELLO = struct.Struct("<4sHBx16sIIii")
+_VERSION = 3
+_HELLO = struct.Struct("<4sHBB16sIIii")
 _ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
 REFUSAL = bytes(_ANSWER)  # no message of Noise: a public key of zeros leads to no secret
@@ -83,15 +83,19 @@ class Purpose(enum.IntEnum):
     SERVE = 5
     COORDINATE = 6
     JOIN = 7
+    STREAM = 8
 
 
-_DATA = (Purpose.COLLECTIVE, Purpose.P2P)  # their readers may pause
+_DATA = (Purpose.COLLECTIVE, Purpose.P2P, Purpose.STREAM)  # their readers may pause
 OF_CLIENTS_THAT_MAY_STOP = (*_DATA, Purpose.SERVE, Purpose.COORDINATE)
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The client's first frame: who opens a socket to whom, and for what."""
+    """The client's first frame: who opens a socket to whom, and for what.
+
+    A socket for collectives says how many streams more it will have; each of these, its number.
+    """
 
     job: str
     purpose: Purpose
@@ -99,16 +103,18 @@ class Hello:
     epoch: int = 0
     source: int = 0
     target: int = 0
+    stream: int = 0
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
         numbers = (self.communicator, self.epoch, self.source, self.target)
-        return _HELLO.pack(_MAGIC, _VERSION, self.purpose, job_digest(self.job), *numbers)
+        head = _MAGIC, _VERSION, self.purpose, self.stream
+        return _HELLO.pack(*head, job_digest(self.job), *numbers)
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
     """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
-    magic, version, purpose, digest, *rest = _HELLO.unpack(frame)
+    magic, version, purpose, stream, digest, *rest = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
     if version != _VERSION:
@@ -116,7 +122,7 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
     if not hmac.compare_digest(digest, job_digest(job)):
         raise HandshakeError(f"it belongs to another job than {job!r}")
     try:
-        return Hello(job, Purpose(purpose), *rest)
+        return Hello(job, Purpose(purpose), *rest, stream=stream)
     except ValueError:
         raise HandshakeError(f"its purpose {purpose} is unknown") from None
 

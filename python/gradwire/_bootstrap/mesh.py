@@ -58,10 +58,15 @@ class Membership:
 
 
 class Link(NamedTuple):
-    """One lane's data socket to a peer, and its transport."""
+    """One lane's data socket to a peer, and its transport; over a long way, further streams."""
 
     transport: str
     sock: socket.socket
+    streams: tuple[socket.socket, ...] = ()
+
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """The data socket and the further streams."""
+        return (self.sock, *self.streams)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Peer:
 
     def sockets(self) -> Iterable[socket.socket]:
         """All of the peer's sockets; `detach()` hands one over."""
-        return (self.control, *(link.sock for link in self.links.values()))
+        return (self.control, *(sock for link in self.links.values() for sock in link.sockets()))
 
 
 @dataclass

@@ -33,6 +33,7 @@ WRONG = {
     "GRADWIRE_MIN_RANKS": ["nan", "-3", "0", "1e9"],
     "GRADWIRE_SLOT_ENDS": ["nan", "-3", "inf", "tomorrow"],
     "GRADWIRE_SLOT_MARGIN": ["nan", "-3", "inf"],
+    "GRADWIRE_TCP_STREAMS": ["nan", "-3", "0", "17"],
     "GRADWIRE_TCP_TIMEOUT_SECONDS": ["nan", "-3", "0.5", "1e9"],
     "GRADWIRE_STALL_SECONDS": ["nan", "-3", "inf"],
     "GRADWIRE_MODEL": ["/dev/zero"],
@@ -54,6 +55,7 @@ RIGHT = {
     "GRADWIRE_STALL_SECONDS": ["0", "0.5", "1e6"],
     "GRADWIRE_INSECURE": ["1", "YES", "off"],
     "GRADWIRE_MAX_RANKS": ["1", "4096"],
+    "GRADWIRE_TCP_STREAMS": ["1", "16", "auto"],
 }
 SECRETS = {"GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE"}
 
