@@ -27,7 +27,7 @@ import socket
 import struct
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradwire import _core
@@ -114,7 +114,7 @@ class Hello:
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
     """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
-    magic, version, purpose, stream, digest, *rest = _HELLO.unpack(frame)
+    magic, version, purpose, stream, digest, *numbers = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
     if version != _VERSION:
@@ -122,7 +122,7 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
     if not hmac.compare_digest(digest, job_digest(job)):
         raise HandshakeError(f"it belongs to another job than {job!r}")
     try:
-        return Hello(job, Purpose(purpose), *rest, stream=stream)
+        return replace(Hello(job, Purpose(purpose), *numbers), stream=stream)
     except ValueError:
         raise HandshakeError(f"its purpose {purpose} is unknown") from None
 
