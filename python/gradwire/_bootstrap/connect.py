@@ -152,31 +152,27 @@ class _Attempt:
         return transport
 
     def _connect_all(self, peer: int, transport: str) -> None:
-        """Makes all sockets to a lower rank; the first one says how long the way is."""
-        self._connect(peer, Purpose.CONTROL, transport)
-        more = further_streams(self._sockets[peer, Purpose.CONTROL, 0], transport)
-        self._connect(peer, Purpose.COLLECTIVE, transport, announced=more)
+        """Makes all sockets to a lower rank; the first one shows how long the way is."""
+        control = self._sockets[peer, Purpose.CONTROL, 0] = self._connect(
+            peer, Purpose.CONTROL, transport
+        )
+        more = further_streams(control, transport)
+        for purpose, announced in ((Purpose.COLLECTIVE, more), (Purpose.P2P, 0)):
+            sock = self._connect(peer, purpose, transport, announced)
+            self._sockets[peer, purpose, 0] = sock
         for stream in range(1, more + 1):
-            self._connect(peer, Purpose.STREAM, transport, stream)
-        self._connect(peer, Purpose.P2P, transport)
+            sock = self._connect(peer, Purpose.STREAM, transport, stream)
+            self._sockets[peer, Purpose.STREAM, stream] = sock
 
     def _connect(
-        self, peer: int, purpose: Purpose, transport: str, stream: int = 0, announced: int = 0
-    ) -> None:
-        hello = self._hello(peer, purpose, stream or announced)
-        self._sockets[peer, purpose, stream] = self._opened(peer, hello, transport)
-
-    def _hello(self, peer: int, purpose: Purpose, stream: int) -> Hello:
-        job, mesh = self._mesh.job, self._mesh
-        return Hello(job.name, purpose, mesh.communicator, job.epoch, mesh.rank, peer, stream)
-
-    def _opened(self, peer: int, hello: Hello, transport: str) -> socket.socket:
+        self, peer: int, purpose: Purpose, transport: str, stream: int = 0
+    ) -> socket.socket:
         info = self._addresses[peer]
         pause = threading.Event()
         while True:
             try:
                 sock = open_socket(info, transport, self._mesh.interface.interface, self._deadline)
-                return client_handshake(sock, hello, self._mesh.job.secret, self._deadline)
+                return self._authenticate(sock, peer, purpose, stream)
             except SettingsError as error:
                 raise RendezvousError(
                     f"rank {self._mesh.rank} and rank {peer} ({info.name}) cannot connect: {error}"
@@ -212,6 +208,14 @@ class _Attempt:
             "or these are different networks; then set GRADWIRE_SOCKET_IFNAME on both hosts to an "
             "interface of a network that they share"
         )
+
+    def _authenticate(
+        self, sock: socket.socket, peer: int, purpose: Purpose, stream: int
+    ) -> socket.socket:
+        job, mesh = self._mesh.job, self._mesh
+        numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream
+        hello = Hello(job.name, purpose, *numbers)
+        return client_handshake(sock, hello, job.secret, self._deadline)
 
     def _await_higher(self) -> None:
         while missing := self._acceptor.wait(self._deadline.within(_POLL_SECONDS)):

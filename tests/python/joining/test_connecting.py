@@ -160,10 +160,10 @@ def test_a_peer_that_has_ended_is_seen_and_its_bytes_stay() -> None:
 def test_only_a_control_socket_that_ends_is_a_failure(attempt: Any) -> None:
     ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
     attempt._sockets = {
-        (0, Purpose.CONTROL): ours[0],
-        (0, Purpose.P2P): ours[1],
+        (0, Purpose.CONTROL, 0): ours[0],
+        (0, Purpose.P2P, 0): ours[1],
     }
-    attempt._acceptor._accepted = {(2, Purpose.CONTROL): ours[2]}
+    attempt._acceptor._accepted = {(2, Purpose.CONTROL, 0): ours[2]}
     theirs[1].close()
     attempt._check_peers()
     attempt._raise_if_peer_failed.assert_called_once_with(0)
@@ -227,7 +227,7 @@ def test_an_address_that_is_translated_is_told(
     attempt: Any, source: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sock = mock.Mock(family=socket.AF_INET, getpeername=lambda: (source, 1))
-    attempt._sockets = {(2, Purpose.CONTROL): sock}
+    attempt._sockets = {(2, Purpose.CONTROL, 0): sock}
     attempt._compare_source(2)
     assert ("from 10.9.9.9: addresses are translated" in caplog.text) == told
     sock.family = socket.AF_UNIX
@@ -286,6 +286,8 @@ def hello(**changes: Any) -> Hello:
         ({"source": 1}, "does not expect rank 1"),
         ({"source": 4}, "does not expect rank 4"),
         ({"purpose": Purpose.STORE}, "for store"),
+        ({"purpose": Purpose.STREAM, "stream": 1}, "for stream"),
+        ({"purpose": Purpose.COLLECTIVE, "stream": 17}, "for collective"),
     ],
 )
 def test_who_is_not_expected_is_refused(

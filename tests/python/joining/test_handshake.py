@@ -124,7 +124,7 @@ def test_frames_are_fixed_and_small(listener: Listener) -> None:
 
 def test_the_psk_and_the_hello_have_the_bytes_that_the_protocol_says() -> None:
     digest = hashlib.sha256(b"job").digest()[:16]
-    hello = b"GWJ1" + bytes([2, 0, 2, 0]) + digest + struct.pack("<IIii", 3, 1, 2, 0)
+    hello = b"GWJ1" + bytes([3, 0, 2, 0]) + digest + struct.pack("<IIii", 3, 1, 2, 0)
     assert HELLO.pack() == hello
     label = b"gradwire/2 control" + digest
     assert handshake._psk(SECRET, Purpose.CONTROL, "job") == hmac.digest(SECRET, label, "sha256")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gradwire
 import numpy as np
@@ -252,10 +253,10 @@ def test_a_rank_that_dies_while_it_connects_is_seen_at_once(
 ) -> None:
     honest = _connect._Attempt._connect
 
-    def connect(self: _connect._Attempt, peer: int, purpose: Purpose, transport: str) -> object:
+    def connect(self: _connect._Attempt, peer: int, purpose: Purpose, *rest: Any) -> object:
         if self._mesh.rank == 2 and purpose == Purpose.COLLECTIVE:  # after the control socket
             raise OSError("died")
-        return honest(self, peer, purpose, transport)
+        return honest(self, peer, purpose, *rest)
 
     monkeypatch.setattr(_connect._Attempt, "_connect", connect)
     monkeypatch.setattr(
