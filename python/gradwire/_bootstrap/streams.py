@@ -17,7 +17,9 @@ MOST_STREAMS = 16
 MOST_BY_ITSELF = 8
 NEAR = 0.002  # seconds: in a round trip below this one stream fills every link
 RATE = 1.25e8  # bytes a second, at least which links between sites are taken to have
-_RTT = 68  # where Linux's struct tcp_info has the smoothed round trip, in microseconds
+# Where Linux's struct tcp_info has the shortest round trip, in microseconds. The mean includes
+# acknowledgements that wait for a busy peer's answer.
+_SHORTEST = 148
 _WINDOW = 0.5  # of the receiver's buffer, the rest of which is for the kernel's own data
 
 
@@ -43,12 +45,12 @@ def streams_for(seconds: float, window: float) -> int:
 
 
 def round_trip(sock: socket.socket) -> float:
-    """The round trip of a TCP socket in seconds, as the kernel has measured it; 0 if unknown."""
+    """The shortest round trip of a TCP socket so far, in seconds; 0 where it is unknown."""
     try:
-        found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST + 4)
     except OSError:
         return 0.0
-    return float(struct.unpack_from("=I", found, _RTT)[0]) / 1e6 if len(found) >= _RTT + 4 else 0.0
+    return struct.unpack_from("=I", found, _SHORTEST)[0] / 1e6 if len(found) > _SHORTEST else 0.0
 
 
 def most_in_flight() -> float:

@@ -142,23 +142,16 @@ def test_a_group_takes_few_descriptors_and_no_thread(
             each.recv(np.ones(9))
             each.broadcast(np.ones(9))
 
-        def counted() -> tuple[int, int]:
-            """While no rank, which are threads of one process, makes or closes anything."""
-            comm.barrier()
-            found = descriptors_and_threads()
-            comm.barrier()
-            return found
-
         use(comm)
-        before = counted()
+        before = descriptors_and_threads()
         parts = [comm.split(0) for _ in range(groups)]
         for each in parts:
             assert each is not None
             use(each)
-        after = counted()
+        after = descriptors_and_threads()
         for each in parts:
             each.close()
-        assert counted() == before
+        assert descriptors_and_threads() == before
         return (after[0] - before[0]) / len(parts), after[1] - before[1]
 
     for descriptors, threads in gradwire.spawn(body, size, transports=[transport], timeout=LIMIT):
