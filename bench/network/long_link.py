@@ -1,0 +1,200 @@
+"""How full gradwire's all_reduce makes a long link, beside plain TCP streams, in turns.
+
+    make test-cpp && sudo .venv/bin/python -m bench.network.long_link     # 3 minutes
+
+Two namespaces are joined by long_link.cc, with a rate, a delay and a loss. Mbit/s are payload each
+way: an all_reduce of two ranks moves all bytes of the array in both directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
+import gradwire
+import namespaces
+import numpy as np
+from hosts import Rank
+
+from bench.common import report
+from bench.common.machine import OtherLoad
+
+PROGRAM = Path(__file__).parents[2] / "build" / "release" / "bench_long_link"
+ADDRESSES = "10.99.0.1", "10.99.0.2"
+PORT = 29500
+PLAIN = (1, 4, 8)  # streams
+SETTINGS = ("1", "auto")  # of GRADWIRE_TCP_STREAMS
+# Mbit/s, round trip in ms, loss.
+LINKS = ((1000, 80, 0.0), (1000, 80, 0.001), (200, 60, 0.0), (1000, 0.1, 0.0))
+
+
+@contextlib.contextmanager
+def long_link(mbit: float, round_trip: float, loss: float) -> Iterator[list[namespaces.Namespace]]:
+    """Two hosts with a link of so many Mbit/s between them, and a round trip in ms."""
+    sites = [namespaces.Namespace() for _ in ADDRESSES]
+    queue = max(20.0, round_trip)
+    numbers = [f"{each:g}" for each in (mbit, round_trip / 2, loss, queue)]
+    command = [PROGRAM, *(site.path for site in sites), *numbers]
+    with contextlib.ExitStack() as stack:
+        for site in sites:
+            stack.callback(site.close)
+        carrier = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(carrier.kill)
+        assert carrier.stdout is not None
+        assert carrier.stdout.readline() == "up\n"
+        for site, address in zip(sites, ADDRESSES, strict=True):
+            site.ip("link set far0 mtu 9000 txqueuelen 5000 up", f"addr add {address}/24 dev far0")
+        yield sites
+
+
+def all_reduces(
+    sites: list[namespaces.Namespace], setting: str, size: int, turns: int
+) -> list[float]:
+    """The Mbit/s each way of each of some all_reduces of `size` bytes."""
+
+    def body(rank: int, pipe: Any) -> list[float]:
+        os.environ["GRADWIRE_TCP_STREAMS"] = setting
+        store, secret = f"tcp://{ADDRESSES[0]}:{PORT}", "0123456789abcdef"
+        with gradwire.init(rank=rank, ranks=2, store=store, secret=secret) as comm:
+            x, found = np.ones(size // 4, np.float32), []
+            for _ in range(1 + turns):
+                x[:] = 1
+                comm.barrier()
+                start = time.perf_counter()
+                comm.all_reduce(x)
+                found.append(size * 8e-6 / (time.perf_counter() - start))
+                assert (x == 2).all()
+            return found[1:]  # the first one opens the windows
+
+    ranks = [
+        Rank(site, lambda pipe, rank=rank: body(rank, pipe)) for rank, site in enumerate(sites)
+    ]
+    try:
+        found = [rank.outcome() for rank in ranks]
+        for each in found:
+            if each.error is not None:
+                raise each.error
+        return list(found[0].value)
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int) -> list[float]:
+    """The same of plain streams, each of which carries its part of `size` bytes both ways."""
+    part = size // streams
+
+    def move(sock: socket.socket, data: memoryview) -> None:
+        sender = threading.Thread(target=sock.sendall, args=(data,))
+        sender.start()
+        room, left = bytearray(1 << 20), part
+        while left:
+            got = sock.recv_into(room, min(left, len(room)))
+            assert got
+            left -= got
+        sender.join()
+
+    def body(rank: int, pipe: Any) -> list[float]:
+        with contextlib.ExitStack() as stack:
+            socks = [stack.enter_context(each) for each in connected(rank, streams)]
+            data, found = memoryview(bytes(part)), []
+            for _ in range(1 + turns):
+                start = time.perf_counter()
+                movers = [threading.Thread(target=move, args=(sock, data)) for sock in socks]
+                for each in movers:
+                    each.start()
+                for each in movers:
+                    each.join()
+                found.append(size * 8e-6 / (time.perf_counter() - start))
+            return found[1:]
+
+    ranks = [
+        Rank(site, lambda pipe, rank=rank: body(rank, pipe)) for rank, site in enumerate(sites)
+    ]
+    try:
+        return list(ranks[0].outcome().value)
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def connected(rank: int, count: int) -> list[socket.socket]:
+    """This rank's ends of so many connections between the two."""
+    if rank == 0:
+        with socket.create_server((ADDRESSES[0], PORT + 1), backlog=count) as server:
+            return [server.accept()[0] for _ in range(count)]
+    found: list[socket.socket] = []
+    deadline = time.monotonic() + 10
+    while len(found) < count:
+        try:
+            found.append(socket.create_connection((ADDRESSES[0], PORT + 1)))
+        except ConnectionRefusedError:  # rank 0 does not listen yet
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All links' rates, each program's turns after each other's."""
+    cases = []
+    for link in LINKS:
+        rates: dict[str, list[float]] = {}
+        for _ in range(options.rounds):
+            with long_link(*link) as sites:
+                for setting in SETTINGS:
+                    found = all_reduces(sites, setting, options.bytes, options.turns)
+                    rates.setdefault(f"gradwire, {setting}", []).extend(found)
+                for streams in PLAIN:
+                    found = plain(sites, streams, options.bytes, options.turns)
+                    rates.setdefault(f"plain, {streams}", []).extend(found)
+        cases.append({"link": link, "mbit": rates})
+        print(f"{link}: { {name: round(statistics.median(each)) for name, each in rates.items()} }")
+    return {"bytes": options.bytes, "cases": cases}
+
+
+def document(found: dict[str, Any], stem: str) -> str:
+    """The page of the results."""
+    names = list(found["cases"][0]["mbit"])
+    rows = []
+    for case in found["cases"]:
+        mbit, milliseconds, loss = case["link"]
+        where = f"{mbit:g} Mbit/s, {milliseconds:g} ms{f', loss {loss:.1%}' * bool(loss)}"
+        rows.append([where, *(f"{statistics.median(case['mbit'][name]):.0f}" for name in names)])
+    return report.document(
+        "A long link",
+        f"{report.origin(found)} {stem}.json. Median Mbit/s each way of "
+        f"{report.size(found['bytes'])} between two ranks: gradwire by GRADWIRE_TCP_STREAMS, plain "
+        "TCP by the number of streams.",
+        report.table(" | ".join(["link", *names]), rows),
+    )
+
+
+def main() -> None:
+    """Measures, and writes bench/results/long-link-DATE.json and .md."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--bytes", type=int, default=64 << 20)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if not PROGRAM.exists():
+        sys.exit(f"no {PROGRAM}: `make test-cpp` builds it")
+    load = OtherLoad()
+    found = measure(options)
+    stamp = report.stamp("bench.network.long_link", load)
+    report.write(options.output, "long-link", {**stamp, **found}, document)
+
+
+if __name__ == "__main__":
+    main()
