@@ -9,7 +9,7 @@ as five times that where it is slow. Seconds are simulated: in each round the lo
 gradients, and the measured time of one exchange on the network, which is shared memory or
 gradwire's emulated link. So other work on the machine only makes this take longer.
 
-Writes bench/results/diloco-DATE.json, .md and .png; `--picture` draws into another file too.
+Writes bench/results/diloco-DATE.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
         "slow": options.slow,
     }
     own = diloco_report
-    report.write(options.output, "diloco", found, own.document, own.draw, options.picture)
+    report.write(options.output, "diloco", found, own.document, own.draw)
     return 0
 
 

@@ -13,6 +13,7 @@ from bench.common.report import Found
 
 NO_LINK = "none"
 _TARGET = 0.85  # test accuracy, whose time is told
+_STYLES = ("C0-", "C2-", "C4-", "C7:", "C3--")  # of the lines of a picture
 _GOAL = 0.5  # points that DiLoCo every 10 may be below synchronous SGD
 
 
@@ -162,21 +163,27 @@ def draw(found: Found, path: Path) -> None:
         ("100 Mbit/s", slow_link, False),
         (f"fast network, one of four ranks {found['slow']:g}× slower", NO_LINK, True),
     )
-    with report.picture(path, 13, 4.6, columns=2, sharey=True) as (figure, (axes,)):
-        for panel, (title, link, slow) in zip(axes, panels, strict=True):
-            for place, way in enumerate(shown(found)):
-                if way.paced and not slow:
-                    continue
+    with report.picture(path, report.PAGE, 8, rows=2, sharex=True) as (figure, rows):
+        for panel, (title, link, slow) in zip(rows.flat, panels, strict=True):
+            for way, style in zip(_drawn(found, slow), _STYLES, strict=True):
                 seconds, accuracies = zip(*line(found, way, link, slow=slow).mean(), strict=True)
-                style = "--" if way.every == 0 else ":" if way.momentum == 0 else "-"
-                percent = [100 * each for each in accuracies]
-                panel.plot(seconds, percent, style, color=f"C{place}", label=way.name)
-            panel.axhline(100 * _TARGET, color="#999999", linewidth=0.8)
-            panel.set(xscale="log", xlabel="simulated seconds of training", title=title)
-            panel.set_xlim(left=0.7)
-            panel.set_ylim(bottom=75)
-        axes[0].set_ylabel(f"test accuracy, {found['data']} (%)")
-        figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+                name = way.name if way.every else "synchronous SGD"
+                panel.plot(seconds, [100 * each for each in accuracies], style, label=name)
+            panel.axhline(100 * _TARGET, color=report.NEUTRAL, linewidth=0.8)
+            panel.legend(loc="lower right")
+            panel.set(title=title, ylim=(70, 89))
+        rows[-1][0].set(xscale="log", xlabel="simulated seconds of training")
+        rows[-1][0].set_xlim(left=0.7)
+        figure.supylabel(f"test accuracy, {found['data']} (%)", fontsize=11)
+
+
+def _drawn(found: Found, slow: bool) -> list[Way]:
+    """Those that a picture has room for, the fastest first."""
+    paced = ("DiLoCo every 10, paced", "DiLoCo every 50, paced")
+    names = paced if slow else ("DiLoCo every 10, int8", "DiLoCo every 50")
+    by_name = {way.name: way for way in WAYS}
+    others = (by_name[name] for name in (*names, "DiLoCo every 10", "local SGD every 10"))
+    return [*others, shown(found)[1]]
 
 
 def _title(link: str) -> str:

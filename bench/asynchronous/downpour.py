@@ -8,7 +8,7 @@ Four replicas, which are processes, train 784-32-10 on Fashion-MNIST by Downpour
 time: a gradient is made to last 10 ms (`--gradient-ms`), on a slow replica five times that.
 Synchronous training beside it is computed in this process, and its seconds are counted.
 
-Writes bench/results/downpour-DATE.json, .md and .png; `--picture` draws into another file too.
+Writes bench/results/downpour-DATE.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
         "runs": runs,
     }
     own = downpour_report
-    report.write(options.output, "downpour", found, own.document, own.draw, options.picture)
+    report.write(options.output, "downpour", found, own.document, own.draw)
     return 0
 
 

@@ -52,7 +52,7 @@ def main() -> int:
             }
             own = downpour_search_report
             name = "search-downpour"
-            report.write(options.output, name, found, own.document, own.draw, options.picture)
+            report.write(options.output, name, found, own.document, own.draw)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.asynchronous.downpour_simulated_report import Way
 from bench.asynchronous.seeds import accuracy, final
@@ -106,20 +107,28 @@ def document(found: Found, stem: str) -> str:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Accuracy of one-bit pushes, and of 16 and 64 replicas, as bars."""
-    with report.picture(path, 16, 5.2, columns=len(CASES)) as (_, (panels,)):
-        for panel, (replicas, ways) in zip(panels, CASES.items(), strict=True):
-            shown = [(way, runs) for way in ways if (runs := _runs(found, replicas, way.name))]
-            ends = [final(runs) for _, runs in shown]
-            names = [way.name.replace("in int8: ", "in int8:\n") for way, _ in shown]
-            panel.barh(names, ends, color="#8fb3d9")
-            for name, (_, runs) in zip(names, shown, strict=True):
-                dots = [100 * each["curve"][-1][2] for each in runs]
-                panel.plot(dots, [name] * len(dots), "k.", markersize=4)
-            panel.tick_params(axis="y", labelsize=7)
-            panel.invert_yaxis()
-            panel.set_xlim(left=max(0.0, min(ends, default=0.0) - (1.5 if replicas == 4 else 5)))
-            panel.set(title=f"{replicas} replicas", xlabel=f"test accuracy, {found['data']} (%)")
+    """Accuracy with 16 and 64 replicas: a dot for each seed and a mark for their mean."""
+    ways = {replicas: ways for replicas, ways in CASES.items() if replicas != 4}
+    heights = [len(each) + 1 for each in ways.values()]
+    options = {"sharex": True, "height_ratios": heights}
+    with report.picture(path, report.PAGE, 0.33 * sum(heights), len(ways), **options) as (_, rows):
+        for panel, (replicas, its) in zip(rows.flat, ways.items(), strict=True):
+            shown = {way: runs for way in its if (runs := _runs(found, replicas, way.name))}
+            for place, (way, runs) in enumerate(shown.items()):
+                _draw_seeds(panel, place, way, runs)
+            names = [way.name.replace("over staleness", "÷ staleness") for way in shown]
+            panel.set_yticks(range(len(shown)), names, fontsize=10)
+            panel.yaxis.set_inverted(True)
+            panel.set_title(f"{replicas} replicas", loc="left")
+        panel.set_xlabel(f"test accuracy, {found['data']} (%)")
+
+
+def _draw_seeds(panel: Any, place: int, way: Way, runs: Sequence[Found]) -> None:
+    plain = report.OTHERS if way.synchronous else report.NEUTRAL
+    colour = report.OURS if way.staleness == "divide" else plain
+    ends = [100 * each["curve"][-1][2] for each in runs]
+    panel.plot(ends, [place] * len(ends), ".", color=colour, alpha=0.5)
+    panel.plot([final(runs)], [place], "|", color=colour, markersize=14, markeredgewidth=3)
 
 
 def _runs(found: Found, replicas: int, way: str) -> Sequence[Found]:

@@ -9,8 +9,7 @@ cost a server is measured first, or given by `--serving-ms`. So other work on th
 take longer, and changes that one cost only. Two tasks: 784-32-10 on
 Fashion-MNIST, and a small CNN on scikit-learn's digits.
 
-Writes bench/results/simulated-downpour-DATE.json, .md and .png; `--picture` draws into another
-file too.
+Writes bench/results/simulated-downpour-DATE.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main() -> int:
     }
     own = downpour_simulated_report
     name = "simulated-downpour"
-    report.write(options.output, name, found, own.document, own.draw, options.picture)
+    report.write(options.output, name, found, own.document, own.draw)
     return 0
 
 

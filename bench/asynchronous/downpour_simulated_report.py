@@ -45,6 +45,14 @@ WAYS = (
     Way("SGD, rate 0.1 over staleness", "SGD", 0.1, staleness="divide"),
 )
 
+_DRAWN = {  # those that a picture has room for, and how
+    "synchronous Adagrad": "C3--",
+    "Adagrad, no warm start": "C7-",
+    "Adagrad, warm start": "C1-",
+    "Adagrad over staleness, warm start": "C0-",
+    "SGD, rate 0.1 over staleness": "C2:",
+}
+
 
 def summary(found: Found, task: str, link: str) -> list[str]:
     """Accuracy and staleness in each way, for each number of replicas."""
@@ -93,33 +101,34 @@ def document(found: Found, stem: str) -> str:
         f"10 %, a push and a pull occupy the servers for {serving}, and the servers' "
         "cards for their bytes. All columns of a table have as many gradients in all. The warm "
         "start is 50 pushes for each replica, by the first one alone.",
-        f"![Test accuracy over virtual seconds]({stem}.png)",
+        f"![Test accuracy over gradients]({stem}.png)",
         tables(found),
     )
 
 
 def draw(found: Found, path: Path) -> None:
-    """Accuracy over virtual seconds of the first seed, a row of panels for each task."""
-    shape = (len(TASKS), len(REPLICAS))
-    with report.picture(path, 12, 7.6, *shape, sharey="row") as (figure, rows):
-        for task, panels in zip(TASKS, rows, strict=True):
-            for panel, replicas in zip(panels, REPLICAS, strict=True):
+    """Accuracy over gradients, mean of all seeds: a column of panels for each task."""
+    shape = (len(REPLICAS), len(TASKS))
+    options = {"sharex": True, "sharey": "col"}
+    with report.picture(path, report.PAGE, 8.6, *shape, **options) as (figure, rows):
+        for replicas, panels in zip(REPLICAS, rows, strict=True):
+            for task, panel in zip(TASKS, panels, strict=True):
                 _draw_ways(panel, found, task, replicas)
-                panel.set(title=f"{replicas} replicas", xlabel="virtual seconds")
-                panel.set_ylim(bottom=60)
-            panels[0].set_ylabel(f"test accuracy, {task} (%)", fontsize=9)
+                panel.set(title=f"{task.partition(', ')[2]}, {replicas} replicas")
+                panel.set_ylim(bottom=45)
+        figure.supxlabel("gradients of all replicas", fontsize=11)
+        figure.supylabel("test accuracy (%)", fontsize=11)
         marks = rows[0][0].get_legend_handles_labels()
-        figure.legend(*marks, fontsize=8, loc="outside lower center", ncols=3)
+        figure.legend(*marks, loc="outside upper center", ncols=2)
 
 
 def _draw_ways(panel: Any, found: Found, task: str, replicas: int) -> None:
-    for way in WAYS:
-        runs = _runs(found, task, "none", replicas, way.name)
-        if not runs:
-            continue
-        seconds, _, accuracies = zip(*runs[0]["curve"], strict=True)
-        style = "--" if way.synchronous else ":" if way.rule == "SGD" else "-"
-        panel.plot(seconds, [100 * each for each in accuracies], style, label=way.name)
+    for name, style in _DRAWN.items():
+        runs = _runs(found, task, "none", replicas, name)
+        points = list(zip(*(each["curve"] for each in runs), strict=True))
+        counts = [each[0][1] for each in points]
+        means = [statistics.fmean(100 * accuracy for _, _, accuracy in each) for each in points]
+        panel.plot(counts, means, style, label=name)
 
 
 def _runs(found: Found, task: str, link: str, replicas: int, way: str) -> Sequence[Found]:

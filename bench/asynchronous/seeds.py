@@ -22,7 +22,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--data", type=Path, help="directory of other IDX files")
     made.add_argument("--quick", action="store_true", help="--seeds 1 --passes 1")
     made.add_argument("--output", type=Path, help="a path without suffix")
-    made.add_argument("--picture", type=Path, metavar="FILE.png")
     return made
 
 

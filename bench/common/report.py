@@ -19,6 +19,7 @@ from bench.common.machine import OtherLoad
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 OURS, OTHERS, NEUTRAL = "#1463b0", "#b3123a", "#777777"  # colours
+PAGE = 6.2  # inches of a picture that can be read on a page 742 px wide, and on a phone
 
 Found = Mapping[str, Any]  # what a measurement found: the content of its json
 Cells = Iterable[str | int | None]
@@ -139,7 +140,6 @@ def write(
     found: Found,
     document: Callable[[Found, str], str],
     draw: Callable[[Found, Path], None] | None = None,
-    copy: Path | None = None,
 ) -> None:
     """Writes NAME-DATE.json, .md and, if drawn, .png, or OUTPUT's; prints the report."""
     stem = stem_of(output, name)
@@ -147,8 +147,6 @@ def write(
     save(stem, found, text)
     if draw is not None:
         draw(found, beside(stem, ".png"))
-    if copy is not None:
-        shutil.copyfile(beside(stem, ".png"), copy)
     print(text)
 
 
@@ -182,15 +180,17 @@ def picture(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options
-    )
-    for panel in panels.flat:
-        panel.grid(alpha=0.3)
-        panel.set_axisbelow(True)
-    yield figure, panels
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    size = (width, height)
+    with pyplot.rc_context({"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10}):
+        figure, panels = pyplot.subplots(
+            rows, columns, figsize=size, squeeze=False, layout="constrained", **options
+        )
+        for panel in panels.flat:
+            panel.grid(alpha=0.3)
+            panel.set_axisbelow(True)
+        yield figure, panels
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
 
 
 def bars(
@@ -199,7 +199,7 @@ def bars(
     """Bars from the top down, each with its name before it and its value behind."""
     panel.barh(range(len(names)), values, color=colours)
     for place, value in enumerate(values):
-        panel.text(value, place, f" {value:{form}}", va="center", fontsize=8)
+        panel.text(value, place, f" {value:{form}}", va="center", fontsize=10)
     panel.set_yticks(range(len(names)), labels=names)
-    panel.invert_yaxis()
+    panel.yaxis.set_inverted(True)
     panel.margins(x=0.2)

@@ -6,7 +6,7 @@ Networks like AlexNet and VGG under `gradwire.torch.parallelize`: all layers und
 the large linear layers split and the others under DDP, FSDP2, or DDP with int8. On shared memory
 and on gradwire's emulated links; all ways of a link take turns in the same processes.
 
-Writes bench/results/hybrid-DATE.json, .md and .png; `--picture` draws into another file too.
+Writes bench/results/hybrid-DATE.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
         "steps": options.steps,
     }
     own = hybrid_report
-    report.write(options.output, "hybrid", found, own.document, own.draw, options.picture)
+    report.write(options.output, "hybrid", found, own.document, own.draw)
     return 0
 
 
@@ -59,7 +59,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=3, help="steps of a way in a round")
     parser.add_argument("--batch", type=int, default=16, help="images per rank and step")
     parser.add_argument("--output", type=Path, help="a path without suffix")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
     parser.add_argument("--meet", help=argparse.SUPPRESS)  # set for the ranks
     return parser.parse_args()
 

@@ -104,28 +104,31 @@ def draw(found: Found, path: Path) -> None:
     """Bytes and milliseconds of a step by network and way, with the most ranks."""
     ranks, links = _ranks(found)[-1], found["links"]
     networks = _networks(found, ranks)
-    shape = len(networks), 1 + len(links)
-    with report.picture(path, 3.6 * shape[1], 2.9 * shape[0], *shape) as (figure, axes):
-        for row, (network, its) in zip(axes, networks.items(), strict=True):
-            _draw_bytes(row[0], network, its)
-            for panel, link in zip(row[1:], links, strict=True):
-                _draw_times(panel, link, links[link][ranks][network]["steps"])
+    shape = 1 + len(links), len(networks)
+    with report.picture(path, report.PAGE, 1.9 * shape[0], *shape, sharey=True) as (figure, rows):
+        for column, (network, its) in enumerate(networks.items()):
+            _draw_bytes(rows[0][column], network, its)
+            for row, link in zip(rows[1:], links, strict=True):
+                _draw_times(row[column], link, links[link][ranks][network]["steps"])
+        for same in (list(rows[0]), list(rows[1:].flat)):
+            most = max(panel.get_xlim()[1] for panel in same)
+            for panel in same:
+                panel.set_xlim(0, 1.1 * most)
         what = f"One training step on {ranks} ranks, {found['batch']} images each"
-        figure.suptitle(f"{what}; dotted: {LOCAL}")
+        figure.suptitle(f"{what}\nblack: by the formula; dotted: {LOCAL}", fontsize=11)
 
 
 def _draw_bytes(axes: Any, network: str, its: Found) -> None:
-    _bars(axes, [its["steps"][way]["sent"] / _MEGABYTE for way in WAYS], ".2f")
+    _bars(axes, [its["steps"][way]["sent"] / _MEGABYTE for way in WAYS], ".1f")
     marks = [its["formula_ddp"]] * 2 + [its["formula_hybrid"]] * 2
-    axes.plot([each / _MEGABYTE for each in marks], range(4), "k|", markersize=16, label="formula")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.plot([each / _MEGABYTE for each in marks], range(4), "k|", markersize=13)
     axes.set(title=f"{network}: MB sent by a rank")
 
 
 def _draw_times(axes: Any, link: str, steps: Found) -> None:
     _bars(axes, [steps[way]["ms"] for way in WAYS], ".0f")
-    axes.axvline(steps[LOCAL]["ms"], color=report.NEUTRAL, linestyle=":")
-    axes.set(title=f"ms, {title(link)}", yticklabels=[])
+    axes.axvline(steps[LOCAL]["ms"], color="black", linestyle=":")
+    axes.set(title=f"ms, {title(link.partition(',')[0])}")
 
 
 def _bars(axes: Any, values: list[float], form: str) -> None:

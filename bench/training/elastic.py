@@ -109,7 +109,7 @@ def main() -> int:
             print(f"{millions} M parameters, cost of a step …", file=sys.stderr, flush=True)
             found["cost"].append(_cost(millions))
     found["machine"] = load.describe()
-    report.write(options.stem, "elastic", found, _document, _draw if found["cases"] else None)
+    report.write(options.stem, "elastic", found, _document, draw if found["cases"] else None)
     return 0
 
 
@@ -320,21 +320,44 @@ def _cost_row(each: dict[str, Any]) -> str:
     return row
 
 
-def _draw(found: Mapping[str, Any], path: Path) -> None:
-    """Throughput over time: steps a second times ranks, for the middle size."""
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Steps over time around the first loss and join, for the middle size."""
     middle = sorted({each["millions"] for each in found["cases"]})
     cases = [each for each in found["cases"] if each["millions"] == middle[len(middle) // 2]]
-    with report.picture(path, 8, 2.2 * len(cases), len(cases)) as (_, axes):
+    size = (report.PAGE, 2.3 * len(cases))
+    with report.picture(path, *size, len(cases), sharex=True) as (figure, axes):
         for axis, each in zip(axes[:, 0], cases, strict=True):
-            times = [at for at, _, _ in each["steps"]]
-            width = max(0.5, 2 * each["step"])
-            bins = [i * width for i in range(int(max(times) / width) + 2)]
-            weights = [1 / width] * len(times)
-            axis.hist(times, bins=bins, weights=weights, histtype="stepfilled")
-            title = f"{each['millions']} M parameters, {each['way']}"
-            axis.set_title(title, loc="left", fontsize=9)
-            axis.set_ylabel("rank steps / s")
-        axes[-1, 0].set_xlabel("seconds")
+            killed, changes = _first_change(each)
+            _draw_steps(axis, killed, each["steps"])
+            for at, what in {0.0: "a rank is killed ", **changes}.items():
+                axis.axvline(at, color=report.OTHERS, linestyle="--")
+                side = "left" if at else "right"
+                axis.text(at, 1.02, what, transform=axis.get_xaxis_transform(), ha=side)
+            way = {"shm": "shared memory", "1gbit": "1 Gbit/s"}.get(each["way"], each["way"])
+            axis.set_title(f"{each['millions']} M parameters, {way}", loc="left", pad=18)
+        figure.supylabel("steps done", fontsize=11)
+        axes[-1, 0].set_xlabel("seconds after the loss")
+
+
+def _draw_steps(axis: Any, begin: float, steps: Sequence[tuple[float, int, int]]) -> None:
+    """A line from step to step, which ends where all begin again."""
+    restart = next((i for i in range(1, len(steps)) if steps[i][1] < steps[i - 1][1]), len(steps))
+    for part in (steps[:restart], steps[restart:]):
+        seconds = [at - begin for at, _, _ in part]
+        axis.plot(seconds, [step for _, step, _ in part], ".-", color=report.OURS)
+
+
+def _first_change(case: Mapping[str, Any]) -> tuple[float, dict[float, str]]:
+    """When the first rank was killed, and what happened how many seconds after that."""
+    steps, loss = case["steps"], case["times"][0]
+    if "joined" not in loss:
+        again = next(b[0] for a, b in itertools.pairwise(steps) if b[1] < a[1])
+        return again - loss["lost"], {loss["lost"]: "all begin again"}
+    alone = next(at for at, _, ranks in steps if ranks < RANKS)
+    joined = next(at for at, _, ranks in steps if ranks == RANKS and at > alone)
+    killed = alone - loss["lost"]
+    started = joined - killed - loss["joined"]
+    return killed, {started: "another starts", joined - killed: "it trains"}
 
 
 if __name__ == "__main__":
