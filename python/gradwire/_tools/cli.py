@@ -158,8 +158,10 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     show = verbs.add_parser("show", help="print its text form")
     verify = verbs.add_parser("verify", help="print what holds; exit code 1 when it cannot run")
-    draw = verbs.add_parser("draw", help="print a space-time diagram as SVG")
-    draw.add_argument("-o", "--output", metavar="FILE", help="write the SVG there")
+    draw = verbs.add_parser("draw", help="draw a space-time diagram as SVG")
+    draw.add_argument(
+        "-o", "--output", metavar="FILE", help="write it there; default: a pipe gets it"
+    )
     for verb, command in ((show, _show), (verify, _verify), (draw, _draw)):
         _add_source(verb)
         verb.set_defaults(command=command)
@@ -194,6 +196,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _draw(options: argparse.Namespace) -> int:
     drawing = _load(options).draw()
+    if options.output is None and sys.stdout.isatty():
+        raise InvalidArgument("a drawing is SVG, for a browser: name its file, -o schedule.svg")
     if options.output is None:
         print(drawing, end="")
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -41,6 +43,18 @@ def test_a_drawing_goes_to_its_file(tmp_path: Path):
     arguments = ["schedule", "draw", "hierarchical(direct,ring)", "-n", "6", "--per-host", "2"]
     assert cli.main([*arguments, "-o", str(path)]) == 0
     assert ET.parse(path).getroot().tag.endswith("svg")
+
+
+def test_a_drawing_on_a_terminal_asks_for_a_file():
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "gradwire", "schedule", "draw", "ring", "-n", "4"]
+    drawn = subprocess.run(
+        command, stdout=its_end, stderr=subprocess.PIPE, text=True, timeout=LIMIT
+    )
+    os.close(its_end)
+    os.close(terminal)
+    assert drawn.returncode == 2
+    assert "-o schedule.svg" in drawn.stderr
 
 
 @pytest.mark.parametrize(
