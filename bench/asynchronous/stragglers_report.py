@@ -73,11 +73,11 @@ def draw(found: Found, path: Path) -> None:
         patches.Patch(facecolor="C1", edgecolor="white", label="of the second"),
         patches.Patch(**_DID_NOT_COUNT, label="did not count"),
     ]
-    with report.picture(path, 11, 1.75 * len(drawn), len(drawn)) as (figure, panels):
+    with report.picture(path, report.PAGE, 1.8 * len(drawn), len(drawn)) as (figure, panels):
         for panel, case in zip(panels[:, 0], drawn, strict=True):
             _draw_case(panel, case, found["portion_seconds"])
         panels[-1, 0].set_xlabel("seconds")
-        figure.legend(handles=marks, loc="outside upper center", ncols=3, fontsize=9)
+        figure.legend(handles=marks, loc="outside upper center", ncols=3, fontsize=9.5)
 
 
 def _draw_case(panel: Any, case: Mapping[str, Any], portion_seconds: float) -> None:
@@ -91,7 +91,7 @@ def _draw_case(panel: Any, case: Mapping[str, Any], portion_seconds: float) -> N
     if case["stops"]:
         half = case["portions"] / REPLICAS / 2 * portion_seconds
         panel.plot(half, REPLICAS - 1, "x", color="black", markersize=9)
-        panel.annotate("stopped", (1.06 * half, REPLICAS - 1), va="center", fontsize=9)
+        panel.annotate("  stopped", (1.06 * half, REPLICAS - 1), va="center", fontsize=9)
     for end in ends:
         panel.axvline(end, color="black", linewidth=0.8)
     panel.set(yticks=range(REPLICAS), xlim=(0, 1.03 * ends[-1]))
