@@ -42,11 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `run`."""
     add = parser.add_argument
     add("-g", "--ranks", type=int, default=2, help="local ranks to start, when no launcher did")
-    add("--collective", default="all_reduce", choices=measure.COLLECTIVES)
+    one_of = "one of: %(choices)s; default: %(default)s"
+    collectives = measure.COLLECTIVES
+    add("--collective", default="all_reduce", choices=collectives, metavar="NAME", help=one_of)
     add("--algorithm", default="auto", help="default: auto")
     add("--codec", default="none", help=f"one of: {', '.join(_core.codec_names())}")
     add("-d", "--dtype", default="float32", type=_type, help="or all; default: float32")
-    add("-o", "--op", default="sum", choices=(*_OPS, _ALL), help="default: sum")
+    add("-o", "--op", default="sum", choices=(*_OPS, _ALL), metavar="OP", help=one_of)
     add("-r", "--root", type=int, default=0, help="of broadcast, reduce, gather and scatter")
     add("-b", "--min-bytes", type=_bytes, default="4", metavar="SIZE", help="default: 4")
     add("-e", "--max-bytes", type=_bytes, default="16M", metavar="SIZE", help="default: 16M")
