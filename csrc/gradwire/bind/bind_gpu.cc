@@ -162,7 +162,8 @@ void bind_gpu(py::module_& m) {
       .def("require_finite",
            on_feedback<&cuda::GpuFeedback::require_finite, Address, std::uint64_t, Address>,
            WithoutLock())
-      .def("copy_flags", on_feedback<&cuda::GpuFeedback::copy_flags, Address, Address>, WithoutLock())
+      .def("copy_flags", on_feedback<&cuda::GpuFeedback::copy_flags, Address, Address>,
+           WithoutLock())
       .def("mask", &mask, WithoutLock())
       .def("scale", on_feedback<&cuda::GpuFeedback::scale, double, Address, Address>, WithoutLock())
       .def("set_loss_scale", on_feedback<&cuda::GpuFeedback::set_loss_scale, float>, WithoutLock())

@@ -10,7 +10,7 @@ struct Gpu::Parts {
   Parts(cuda::GpuIdentity setting, std::unique_ptr<cuda::Messages> messages,
         CommunicatorHandle& shadow, CommunicatorHandle& users)
       : gpu(std::make_unique<cuda::GpuCommunicator>(cuda_api(), std::move(setting),
-                                                 std::move(messages))),
+                                                    std::move(messages))),
         monitor(std::make_unique<cuda::GpuFaultMonitor>(*gpu, shadow.get(), users.get())) {}
   ~Parts() {
     try {

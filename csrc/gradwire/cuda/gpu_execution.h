@@ -55,7 +55,7 @@ class GpuExecution {
   struct ArrivedChunk {
     const exec::Chunk* part = nullptr;
     const exec::Chunk* last = nullptr;  // of the last addend
-    std::size_t at = 0;                // bytes: where the first message of it lies in the arena
+    std::size_t at = 0;                 // bytes: where the first message of it lies in the arena
     std::size_t stride = 0;
     int addends = 0;
     bool taken = false;  // an encoder has added it, or it is landed
@@ -127,7 +127,7 @@ class GpuExecution {
   std::vector<ArrivedChunk> arrived_, pending_;           // in this round, and in the one before
   bool one_by_one_ = false, pending_one_by_one_ = false;  // whether their landings are one by one
   std::vector<const exec::Chunk*> results_;  // in the store; they are decoded at the end
-  Launch launch_;                           // that is being put together
+  Launch launch_;                            // that is being put together
   std::vector<GpuSpan> spans_;
   std::vector<FoldSpan> folds_;
   std::vector<WideSpan> wide_spans_;

@@ -110,7 +110,8 @@ std::exception_ptr with_job_peer(const std::exception_ptr& error, const Identity
 }
 
 bool fails_family(const ControlFrame& failure) noexcept {
-  return failure.kind != FailureKind::kInvalidArgument && (failure.flags & transport::kOnlyThisCommunicator) == 0;
+  return failure.kind != FailureKind::kInvalidArgument &&
+         (failure.flags & transport::kOnlyThisCommunicator) == 0;
 }
 
 ControlFrame translated(ControlFrame failure, const Identity& there, const Identity& here) {

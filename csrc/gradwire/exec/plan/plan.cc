@@ -253,7 +253,7 @@ Segmentation segmentation_of(const Schedule& schedule, const Binding& binding,
         binding.segment_bytes);
   require_one_block_a_frame(schedule, edges);
   return Segmentation::each_by_itself(schedule.chunks, layout,
-                                  room / (alignment_of(binding) * size_of(binding.spec.dtype)));
+                                      room / (alignment_of(binding) * size_of(binding.spec.dtype)));
 }
 
 ChunkSpans spans_of(const Schedule& schedule, const ChunkLayout& layout,

@@ -65,7 +65,7 @@ struct BlockSource {
   unsigned steps;  // of this thread
 
   __device__ BlockSource(const float* all_x, const float* all_residual, std::uint64_t all,
-                          std::uint64_t unit)
+                         std::uint64_t unit)
       : x(all_x + unit * kUnit),
         residual(all_residual == nullptr ? nullptr : all_residual + unit * kUnit),
         n(unit_length(all, unit)),
