@@ -1,22 +1,19 @@
-"""Tables and a picture of the pages that come from the code."""
+"""Tables of the pages that come from the code."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import gradwire
 from gradwire._base import environment
 from gradwire._tools import cli
 
 
 def write(folder: Path) -> None:
-    """Write all of them into the folder."""
+    """Write every generated table into the folder."""
     folder.mkdir(exist_ok=True)
     for name, lines in {"variables": variables(), "commands": commands()}.items():
         (folder / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    drawing = gradwire.Schedule.generate("ring", 4).draw()
-    (folder / "ring.svg").write_text(drawing, encoding="utf-8")
 
 
 def variables() -> list[str]:
