@@ -138,6 +138,7 @@ void GpuExecution::encode_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i) {
     auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
     for (const Chunk& part : call_.plan->chunks(sends[i])) {
+      if (is_empty(part)) continue;
       if (part.completes_sum) encode(part, store_places_[part.spans.first], {0, 0, true});
       if (part.store_index == exec::kNotStored) encode(part, at, {});
       at += payload_bytes(part);

@@ -76,8 +76,9 @@ class Engine final : public Family::Member, public ProgressThread::Task {
     give_back(lock, std::move(holder), hands_over);
     return interruption;
   }
-  // Returns when `work` is over, or at the deadline: drives while no other thread does, else
-  // sleeps. In the background it never drives, and does not count as a waiter.
+  // Returns when `work` is over, or at the deadline. Without a deadline it drives while no other
+  // thread does; with one it leaves that to the progress thread, and sleeps. In the background it
+  // never drives, and does not count as a waiter.
   void drive_or_wait(Lock& lock, Work& work, Deadline deadline, const Interrupt& interrupt,
                      bool background = false);
   // Returns whether nobody drives, and one call is all there is to do.

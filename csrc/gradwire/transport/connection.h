@@ -1,5 +1,5 @@
 // Connection: an authenticated stream socket with one owner, and the keys that seal its traffic;
-// and further ones, by which a link over a long way moves more at a time.
+// and further ones, by which tcp, alone, moves more at a time over a long way.
 #pragma once
 
 #include <memory>

@@ -22,8 +22,8 @@ bool QueuedTransport::flush() {
 
 bool QueuedTransport::has_most_unread(Rank peer) {
   const auto most = at(options().messages_per_peer);
-  if (outbox(peer).size() >= most) push_on(peer);
-  return outbox(peer).size() >= most;
+  if (unsent(peer) >= most) push_on(peer);
+  return unsent(peer) >= most;
 }
 
 int QueuedTransport::find_room(std::span<const Rank>, std::size_t) {

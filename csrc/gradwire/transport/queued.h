@@ -33,7 +33,7 @@ class QueuedTransport : public StagedTransport {
   QueuedTransport(std::string_view name, const LinkOptions& options);
 
   bool flush() final;
-  bool is_flushed(Rank peer) const override { return outboxes_[at(peer)].empty(); }
+  bool is_flushed(Rank peer) const final { return unsent(peer) == 0; }
 
  protected:
   struct Cell {
@@ -41,6 +41,8 @@ class QueuedTransport : public StagedTransport {
     std::size_t readers = 0;  // peers to which it has yet to be sent
   };
 
+  // Returns how many cells have yet to be sent to a peer, or are being sent.
+  virtual std::size_t unsent(Rank peer) const { return outboxes_[at(peer)].size(); }
   // Sends as much of a peer's outbox as there is room for.
   virtual void push_out(Rank peer) = 0;
   // The same, after processing completions of what was sent before.

@@ -40,14 +40,14 @@ class TcpTransport final : public QueuedTransport {
   };
   struct TcpLink {
     std::vector<TcpStream> streams;    // one, or more over a long way
-    TcpStream* front = nullptr;        // that has the message which was shown
+    TcpStream* front = nullptr;        // the stream of the message that was shown
     std::uint32_t sent = 0, read = 0;  // frames; not counted where there is one stream
     bool counts() const noexcept { return streams.size() > 1; }
   };
 
   void connect(Rank peer, const WaitLimit& wait_limit) override;
   void add_stream(const Stream& wire, Rank peer, bool several);
-  bool is_flushed(Rank peer) const override;
+  std::size_t unsent(Rank peer) const override;
   std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
   std::optional<ConstBytes> arrived(Rank peer) override;
@@ -62,6 +62,7 @@ class TcpTransport final : public QueuedTransport {
   ConstBytes on_wire(TcpStream& stream, Rank peer);
   void finish_frame(TcpStream& stream) noexcept;
   bool read_some(TcpStream& stream, Rank peer);
+  void end_stream(const TcpStream& stream, Rank peer, const std::string& failure);
   void drop_unsent(Rank peer, const std::string& reason);
 
   std::vector<TcpLink> links_;
@@ -88,10 +89,10 @@ void TcpTransport::add_stream(const Stream& wire, Rank peer, bool several) {
   watch_descriptor(wire.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
 }
 
-bool TcpTransport::is_flushed(Rank peer) const {
-  const auto& streams = links_[at(peer)].streams;
-  return QueuedTransport::is_flushed(peer) &&
-         std::ranges::all_of(streams, [](const TcpStream& each) { return each.cell == kNoCell; });
+std::size_t TcpTransport::unsent(Rank peer) const {
+  const auto sends = [](const TcpStream& stream) { return stream.cell != kNoCell; };
+  const auto sending = std::ranges::count_if(links_[at(peer)].streams, sends);
+  return QueuedTransport::unsent(peer) + static_cast<std::size_t>(sending);
 }
 
 void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
@@ -125,7 +126,7 @@ bool TcpTransport::push(TcpStream& stream, Rank peer) {
 
 // Takes the oldest frame of the outbox; returns whether there is one that can be sent.
 bool TcpTransport::begin_frame(TcpStream& stream, Rank peer) {
-  if (QueuedTransport::is_flushed(peer)) return false;
+  if (outbox(peer).empty()) return false;
   stream.cell = outbox(peer).pop();
   try {
     stream.unsent = on_wire(stream, peer);
@@ -177,8 +178,10 @@ std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
   for (bool more = true; more;) {
     more = false;
     for (TcpStream& stream : link.streams) {
-      link.front = &stream;
-      if (const auto message = stream.inbox.front(link_id(peer), link.read, ahead)) return message;
+      if (const auto message = stream.inbox.front(link_id(peer), link.read, ahead)) {
+        link.front = &stream;
+        return message;
+      }
       more |= read_some(stream, peer);
     }
   }
@@ -201,13 +204,22 @@ bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
     return false;
   }
   if (got <= 0) {
-    const std::string reason = got < 0 ? system_message("receiving failed", errno) : kClosed;
     stream.ended = true;
-    drop_unsent(peer, stream.inbox.empty() ? reason : reason + " in the middle of a message");
+    end_stream(stream, peer, got < 0 ? system_message("receiving failed", errno) : "");
     return false;
   }
   stream.inbox.received(static_cast<std::size_t>(got));
   return true;
+}
+
+// A peer is gone when all its streams have ended, since the end of one may overtake the data of
+// another; and at once where one failed or ended in the middle of a message.
+void TcpTransport::end_stream(const TcpStream& stream, Rank peer, const std::string& failure) {
+  const auto& streams = link_to(peer).streams;
+  const std::string reason = failure.empty() ? kClosed : failure;
+  if (!stream.inbox.empty()) return drop_unsent(peer, reason + " in the middle of a message");
+  if (!failure.empty() || std::ranges::all_of(streams, &TcpStream::ended))
+    drop_unsent(peer, reason);
 }
 
 void TcpTransport::arm() {

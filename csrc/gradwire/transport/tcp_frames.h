@@ -19,14 +19,15 @@ inline constexpr std::uint32_t kAhead = 1U << 24;
 
 struct Prefix {
   std::uint32_t length = 0;
-  // The length inverted, and by exclusive or the frame's number, which is 0 where a link has one
-  // stream: foreign bytes and lost sync show at once.
+  // ~length XOR the frame's number, which is 0 where a link has one stream: reveals foreign bytes
+  // and lost synchronization at once.
   std::uint32_t check = ~0U;
 
   explicit Prefix(std::size_t bytes, std::uint32_t number = 0)
       : length(static_cast<std::uint32_t>(bytes)), check(~length ^ number) {}
   Prefix() = default;
   std::uint32_t number() const { return check ^ ~length; }
+  // Returns whether the number is one of the `ahead` from `next` on; numbers wrap around.
   bool valid(std::size_t most, std::uint32_t next, std::uint32_t ahead) const {
     return number() - next < ahead && length <= most;
   }

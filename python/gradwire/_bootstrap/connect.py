@@ -1,4 +1,4 @@
-"""Builds the mesh: every rank publishes its address, then each pair makes its three sockets.
+"""Builds the mesh: every rank publishes its address, then each pair makes its sockets.
 
 Addresses travel by an exchange, which is either a store's or an all_gather of the parent
 communicator. In each pair the higher rank connects and the lower one accepts. The listeners are
@@ -160,9 +160,27 @@ class _Attempt:
         for purpose, announced in ((Purpose.COLLECTIVE, more), (Purpose.P2P, 0)):
             sock = self._connect(peer, purpose, transport, announced)
             self._sockets[peer, purpose, 0] = sock
-        for stream in range(1, more + 1):
-            sock = self._connect(peer, Purpose.STREAM, transport, stream)
-            self._sockets[peer, Purpose.STREAM, stream] = sock
+        self._connect_streams(peer, transport, more)
+
+    def _connect_streams(self, peer: int, transport: str, count: int) -> None:
+        """Makes the further streams at once, since each takes three round trips."""
+        errors: list[Exception] = []
+
+        def connect(stream: int) -> None:
+            try:
+                sock = self._connect(peer, Purpose.STREAM, transport, stream)
+                self._sockets[peer, Purpose.STREAM, stream] = sock
+            except Exception as error:
+                errors.append(error)
+
+        numbers = range(1, count + 1)
+        threads = [AuthenticatingThread(target=connect, args=(number,)) for number in numbers]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        if errors:
+            raise errors[0]
 
     def _connect(
         self, peer: int, purpose: Purpose, transport: str, stream: int = 0
@@ -358,7 +376,7 @@ class _Acceptor:
         mesh = self._mesh
         if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
             raise HandshakeError("it belongs to another communicator, or another start of the job")
-        expected = _key(hello) in self._expected and hello.stream <= MOST_STREAMS
+        expected = _key(hello) in self._expected and hello.stream < MOST_STREAMS
         if hello.target != mesh.rank or not expected:
             raise HandshakeError(
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "

@@ -1,7 +1,8 @@
 """The mesh: three authenticated sockets to every peer, ready to be handed to the C++ core.
 
-One carries control frames, two carry data ("collective", "p2p"). `connect` builds the mesh for
-ranks that are processes, `inproc_meshes` for ranks that are threads.
+One carries control frames, two carry data ("collective", "p2p"), and over a long way further ones
+do, too. `connect` builds the mesh for ranks that are processes, `inproc_meshes` for ranks that are
+threads.
 """
 
 from __future__ import annotations

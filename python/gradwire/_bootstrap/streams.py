@@ -1,7 +1,8 @@
 """How many TCP streams join two ranks: one stream fills a long link only in part.
 
-A stream moves at most what the kernel buffers in a round trip: the lesser of the peers' limits,
-net.ipv4.tcp_wmem and tcp_rmem. Further streams take what the first one has no room for.
+A stream moves at most what the kernels buffer in a round trip, by net.ipv4.tcp_wmem here and
+tcp_rmem there, which is taken to be as it is here. Further streams take what the first one has no
+room for.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,6 +18,9 @@ from gradwire._errors import InvalidArgument
 from gradwire.torch import State, gather_state_dict, register, scatter_state_dict
 from gradwire.torch.ddp.register import state_of
 from gradwire.torch.exchange.compression import Compression, CompressionLike, compression_of
+from gradwire.torch.exchange.hook_state import HookState
+
+_log = logging.getLogger("gradwire")
 
 FILE = "gradwire.pt"  # in a trainer's checkpoint
 WARM_UP = 0.2  # of all steps: what docs/compression.md measured
@@ -44,7 +50,7 @@ def with_warm_up(given: Compression, steps: float | None) -> Compression:
         return given
     if given.warm_up is not None:
         return given
-    return replace(given, warm_up=int(steps * WARM_UP))
+    return replace(given, warm_up=max(1, int(steps * WARM_UP)))
 
 
 def unwrapped(model: Any) -> Any:
@@ -70,7 +76,7 @@ def use_backend(**options: Any) -> None:
         dist.init_process_group("gradwire", **options)
 
 
-def save(model: torch.nn.Module | State | None, folder: str | os.PathLike[str]) -> None:
+def save(model: torch.nn.Module | HookState | None, folder: str | os.PathLike[str]) -> None:
     """Adds what the hook keeps of all ranks to a checkpoint: rank 0 writes ``gradwire.pt``.
 
     `model` is the wrapped model, or what `register` returned. Every rank calls it between steps.
@@ -85,25 +91,43 @@ def save(model: torch.nn.Module | State | None, folder: str | os.PathLike[str]) 
         torch.save(gathered, path / FILE)
 
 
-def restore(model: torch.nn.Module | State | None, folder: str | os.PathLike[str]) -> None:
+def restore(model: torch.nn.Module | HookState | None, folder: str | os.PathLike[str]) -> None:
     """Goes on from what `save` added to a checkpoint, on any number of ranks.
 
-    Every rank calls it before a step; rank 0 reads the file. Does nothing on one process. Raises
-    InvalidArgument on all ranks where the checkpoint has none, or another model's.
+    Every rank calls it before a step; rank 0 reads the file. Where the checkpoint has none, as one
+    of a single process, residuals begin empty, and the log says so. Does nothing on one process.
+    Raises InvalidArgument for another model's, and on all ranks where rank 0 cannot read the file.
     """
-    if (state := _state(model)) is None:
+    if (state := _state(model)) is not None:
+        path = Path(folder) / FILE
+        go_on(state, lambda: torch.load(path, weights_only=True) if path.exists() else None)
+
+
+def go_on(state: HookState, read: Callable[[], Mapping[str, Any] | None]) -> None:
+    """Loads on each rank its share of the states that rank 0 reads; of none, begins anew."""
+    saved, error, is_first = None, None, state.communicator.rank == 0
+    if is_first:
+        try:
+            saved = read()
+        except Exception as found:
+            error = found
+    exists = np.array([saved is not None or error is not None], np.uint8)
+    state.communicator.broadcast(exists)
+    if not exists[0]:
+        if is_first and state.feedback is not None:
+            _log.warning("the checkpoint has no residuals of gradwire's: they begin empty")
         return
-    saved = None
-    if state.communicator.rank == 0 and (Path(folder) / FILE).exists():
-        saved = torch.load(Path(folder) / FILE, weights_only=True)
-    scatter_state_dict(state, saved)
+    try:
+        scatter_state_dict(state, saved)
+    except InvalidArgument:
+        if error is not None:
+            raise error from None
+        raise
 
 
-def _state(model: Any) -> State | None:
-    if model is None or (not isinstance(model, State) and not dist.is_initialized()):
+def _state(model: Any) -> HookState | None:
+    if isinstance(model, HookState):
+        return model
+    if model is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if not isinstance(model, State) and dist.get_world_size() == 1:
-        return None
-    found = state_of(model)
-    assert isinstance(found, State)
-    return found
+    return state_of(model)

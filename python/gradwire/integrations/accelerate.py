@@ -31,8 +31,10 @@ def prepare(
     before they are added. Raises InvalidArgument unless there is one model, and as `register` does.
     """
     prepared = accelerator.prepare(*objects)
+    if accelerator.num_processes == 1:
+        return prepared
     every = prepared if isinstance(prepared, tuple) else (prepared,)
-    model, optimizer = _one_model(every, accelerator.num_processes), _optimizer(every)
+    model, optimizer = _one_model(every), _optimizer(every)
     state = register_wrapped(
         model, codec, optimizer, steps, **{"scaler": accelerator.scaler, **options}
     )
@@ -42,9 +44,8 @@ def prepare(
     return prepared
 
 
-def _one_model(objects: tuple[Any, ...], processes: int) -> Any:
-    wanted = DistributedDataParallel if processes > 1 else torch.nn.Module
-    models = [each for each in objects if isinstance(unwrapped(each), wanted)]
+def _one_model(objects: tuple[Any, ...]) -> Any:
+    models = [each for each in objects if isinstance(unwrapped(each), DistributedDataParallel)]
     if len(models) != 1:
         raise InvalidArgument(
             f"prepare() is for one model that accelerate wraps in DistributedDataParallel, and "

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from gradwire.integrations._hook import register_wrapped
-from gradwire.torch import State, gather_state_dict, scatter_state_dict
+from gradwire.integrations._hook import go_on, register_wrapped
+from gradwire.torch import State, gather_state_dict
 from gradwire.torch.exchange.compression import CompressionLike
 
 KEY = "gradwire"  # in Lightning's checkpoints
@@ -39,6 +39,9 @@ class GradwireStrategy(DDPStrategy):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Registers the hook, once Lightning has wrapped the model and made the optimizer."""
         super().setup(trainer)
+        if self.state is not None:  # of an earlier fit()
+            self.state.close()
+            self.state = None
         if trainer.training:
             optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
             scaler = getattr(self.precision_plugin, "scaler", None)
@@ -62,4 +65,4 @@ class GradwireStrategy(DDPStrategy):  # type: ignore[misc]
         """Goes on from the residuals of a checkpoint, too."""
         super().load_optimizer_state_dict(checkpoint)
         if self.state is not None:
-            scatter_state_dict(self.state, checkpoint.get(KEY))
+            go_on(self.state, lambda: checkpoint.get(KEY))

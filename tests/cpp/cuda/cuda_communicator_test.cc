@@ -79,6 +79,14 @@ TEST_P(GpuCollectives, EveryCodecOnItsSchedules) {
     }
 }
 
+TEST(GpuCalls, OfNothingInACodecAreOver) {
+  for (std::string_view codec : kCodecs)
+    for (std::string_view algorithm : {"ring", "direct", "gather"}) {
+      const Case of = coded(codec, Collective::kAllReduce, algorithm, 3, 0, true);
+      expect_same(of, label(of, algorithm) + ", of nothing");
+    }
+}
+
 TEST(GpuCalls, OfManyArraysGiveTheBitsOfTheCpu) {
   for (std::string_view codec :
        {"", "fp16", "bf16", "int8:block=64", "onebit:block=64", "onebit", "threshold", "topk"})

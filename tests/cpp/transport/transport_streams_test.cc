@@ -19,11 +19,12 @@ Connection streams_of(std::vector<UniqueFd> sockets, bool first) {
 }
 
 // Ranks of which each pair has several streams, with small buffers, so that all are used.
-Transports connect_by_streams(int size) {
+Transports connect_by_streams(int size, LinkOptions options = {.messages = 8}) {
   Transports ranks;
-  for (Rank rank = 0; rank < size; ++rank)
-    ranks.push_back(make_transport(
-        "tcp", {.rank = rank, .size = size, .max_message = kLargest, .messages = 8}));
+  options.size = size;
+  options.max_message = kLargest;
+  for (options.rank = 0; options.rank < size; ++options.rank)
+    ranks.push_back(make_transport("tcp", options));
   for (Rank a = 0; a < size; ++a)
     for (Rank b = a + 1; b < size; ++b) {
       std::vector<UniqueFd> near, far;
@@ -84,6 +85,58 @@ TEST_P(Streams, TheEndOfAnyStreamIsTheEndOfThePeer) {
   ranks[0].reset();
   expect_message(*ranks[1], 0, 40, 1);
   expect_end(*ranks[1], 0);
+}
+
+// The ends of a rank's streams, to be used one by one.
+std::vector<UniqueFd> far_ends(Transport& near, int count, Rank peer) {
+  std::vector<UniqueFd> own, far;
+  for (int i = 0; i < count; ++i) {
+    Ends ends = unix_ends();
+    own.push_back(std::move(ends.first));
+    far.push_back(std::move(ends.second));
+  }
+  near.offer(streams_of(std::move(own), true), peer);
+  return far;
+}
+
+void put(const UniqueFd& to, std::size_t bytes, std::size_t seed, std::uint32_t number) {
+  std::vector<std::byte> frame(frame_bytes(bytes));
+  const Prefix prefix(bytes, number);
+  std::memcpy(frame.data(), &prefix, sizeof prefix);
+  fill(Bytes(frame).subspan(sizeof prefix, bytes), seed);
+  ASSERT_EQ(::send(to.get(), frame.data(), frame.size(), 0), static_cast<ssize_t>(frame.size()));
+}
+
+TEST(EndsOfStreams, OneThatEndsFirstDoesNotHideWhatAnotherBringsLater) {
+  Transports ranks(2);
+  for (Rank rank = 0; rank < 2; ++rank)
+    ranks[at(rank)] = make_transport("tcp", {.rank = rank, .size = 2, .max_message = kLargest});
+  std::vector<UniqueFd> far = far_ends(*ranks[0], 2, 1);
+  Ends hello = unix_ends();  // rank 1 says hello into it, which is passed on
+  ranks[1]->offer(Connection(std::move(hello.first)), 0);
+  std::array<std::byte, 256> bytes;
+  const ssize_t got = ::recv(hello.second.get(), bytes.data(), bytes.size(), 0);
+  ASSERT_EQ(::send(far[0].get(), bytes.data(), static_cast<std::size_t>(got), 0), got);
+  ranks[0]->complete(Deadline::after(kTestSeconds));
+  far[1].reset();
+  EXPECT_FALSE(ranks[0]->peek(1));
+  put(far[0], 40, 1, 0);
+  expect_message(*ranks[0], 1, 40, 1);
+  far[0].reset();
+  expect_end(*ranks[0], 1);
+}
+
+TEST(StreamsOfManyPeers, PeersThatDoNotReceiveLeaveRoomForOneThatDoes) {
+  constexpr int kSize = 6;
+  Transports ranks =
+      connect_by_streams(kSize, {.messages = 4 * (kSize - 1), .messages_per_peer = 4});
+  for (Rank silent = 1; silent < kSize - 1; ++silent) {
+    const Rank to[] = {silent};
+    for (int i = 0; i < 1000; ++i)
+      if (!try_send(*ranks[0], to, kLargest, 1)) break;
+  }
+  send(*ranks[0], {kSize - 1}, 40, 2);
+  expect_message(*ranks[kSize - 1], 0, 40, 2);
 }
 
 TEST(StreamNumbers, AFrameThatIsTooFarAheadIsForeign) {

@@ -287,7 +287,7 @@ def hello(**changes: Any) -> Hello:
         ({"source": 4}, "does not expect rank 4"),
         ({"purpose": Purpose.STORE}, "for store"),
         ({"purpose": Purpose.STREAM, "stream": 1}, "for stream"),
-        ({"purpose": Purpose.COLLECTIVE, "stream": 17}, "for collective"),
+        ({"purpose": Purpose.COLLECTIVE, "stream": 16}, "for collective"),
     ],
 )
 def test_who_is_not_expected_is_refused(

@@ -105,6 +105,8 @@ bool same_bytes(const RoundEdges& a, const RoundEdges& b) {
   });
 }
 
+// Joins sends that have the same bytes and go to peers on the same transport: their bytes are
+// staged once, and in shared memory several readers read one copy.
 std::vector<RoundEdges> share_staging(std::vector<RoundEdges> sends,
                                       const std::vector<int>& link_of) {
   std::vector<RoundEdges> shared;
@@ -200,8 +202,7 @@ bool only_folds(const PlanFrames& frames, const Frame& frame) {
   });
 }
 
-// Joins sends that have the same bytes and go to peers on the same transport: their bytes are
-// staged once, and in shared memory several readers read one copy.
+// Returns this rank's sends and receives, by round and peer.
 OwnEdges own_edges(const Schedule& schedule, const Binding& binding) {
   OwnEdges own;
   for (std::size_t r = 0; r < schedule.rounds.size(); ++r) {
