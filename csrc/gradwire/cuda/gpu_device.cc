@@ -81,24 +81,24 @@ const GpuCodec* GpuDevice::codec_for(const std::shared_ptr<const codec::Codec>& 
 }
 
 void GpuDevice::bind_feedback() {
-  extent_feedback_.assign(program_.counts().size(), {});
+  array_feedback_.assign(program_.counts().size(), {});
   table_ = nullptr;
   if (feedback_ != nullptr) return bind_keys();
   if (codec_ == nullptr) return;
-  for (ExtentFeedback& each : extent_feedback_) each.call = operations_ ^ rank() << 48;
+  for (ArrayFeedback& each : array_feedback_) each.call = operations_ ^ rank() << 48;
   if (!codec_->adapts()) return;
-  const std::size_t bytes = sizeof(GpuKeyState) * extent_feedback_.size();
+  const std::size_t bytes = sizeof(GpuKeyState) * array_feedback_.size();
   auto* key_state = reinterpret_cast<GpuKeyState*>(own_key_states_.take(bytes, stream_));
   check(api_, api_.fill(key_state, 0, bytes, stream_), "cudaMemsetAsync");
-  for (ExtentFeedback& each : extent_feedback_) each.span_feedback.key_state = key_state++;
+  for (ArrayFeedback& each : array_feedback_) each.span_feedback.key_state = key_state++;
 }
 
 void GpuDevice::bind_keys() {
   table_ = &feedback_->open(program_.request().keys, stream_);
-  for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
+  for (std::size_t i = 0; i < array_feedback_.size(); ++i) {
     const auto [key, begin] = program_.key_offsets()[i];
     const GpuFeedback::DeviceKey& its = *table_->keys[key];
-    extent_feedback_[i] = {its.span_feedback(begin), its.digest ^ rank() << 48, begin};
+    array_feedback_[i] = {its.span_feedback(begin), its.digest ^ rank() << 48, begin};
   }
 }
 
@@ -137,10 +137,10 @@ void GpuDevice::poison() {
 
 // ---- Spans -------------------------------------------------------------------------------------
 
-std::span<const GpuSpan> GpuDevice::spans_of(std::span<const exec::SummedArray> extents) {
+std::span<const GpuSpan> GpuDevice::spans_of(std::span<const exec::SummedArray> arrays) {
   spans_.clear();
-  for (const exec::SummedArray& each : extents) {
-    const ExtentFeedback& feedback = extent_feedback_[each.index];
+  for (const exec::SummedArray& each : arrays) {
+    const ArrayFeedback& feedback = array_feedback_[each.index];
     spans_.push_back({.x = each.x,
                       .y = each.y,
                       .n = each.count,
@@ -151,8 +151,8 @@ std::span<const GpuSpan> GpuDevice::spans_of(std::span<const exec::SummedArray> 
   return spans_;
 }
 
-void GpuDevice::deliver(std::span<const exec::SummedArray> extents) {
-  const auto spans = spans_of(extents);
+void GpuDevice::deliver(std::span<const exec::SummedArray> arrays) {
+  const auto spans = spans_of(arrays);
   if (feedback_ != nullptr)
     return check(api_, api_.deliver_spans(spans.data(), count(spans), stream_), "delivering");
   for (const GpuSpan& each : spans)
@@ -161,16 +161,16 @@ void GpuDevice::deliver(std::span<const exec::SummedArray> extents) {
             "cudaMemcpyAsync");
 }
 
-void GpuDevice::mark(std::span<const exec::SummedArray> extents) {
-  const auto spans = spans_of(extents);
+void GpuDevice::mark(std::span<const exec::SummedArray> arrays) {
+  const auto spans = spans_of(arrays);
   const auto& codec = program_.request().codec;
   check(api_,
         api_.mark_spans(spans.data(), count(spans), codec ? codec->block() : 1, flags_, stream_),
         "marking");
 }
 
-void GpuDevice::average(std::span<const exec::SummedArray> extents) {
-  for (const exec::SummedArray& each : extents)
+void GpuDevice::average(std::span<const exec::SummedArray> arrays) {
+  for (const exec::SummedArray& each : arrays)
     check(api_,
           api_.scale(static_cast<int>(DType::kFloat32), each.y, 1.0 / program_.request().size,
                      each.count, stream_),
@@ -182,15 +182,15 @@ void GpuDevice::prepare(std::span<const GpuSpan> spans) {
   for (const GpuSpan& each : spans) codec_->prepare(each, scratch_, stream_);
 }
 
-// Adapts each key once, even where several extents belong to it.
+// Adapts each key once, even where several arrays belong to it.
 void GpuDevice::adapt() {
   if (!codec_->adapts()) return;
   std::uint64_t elements = 0;
-  for (std::size_t i = 0; i < extent_feedback_.size(); ++i) {
+  for (std::size_t i = 0; i < array_feedback_.size(); ++i) {
     elements += program_.counts()[i];
-    GpuKeyState* const key_state = extent_feedback_[i].span_feedback.key_state;
-    if (i + 1 < extent_feedback_.size() &&
-        extent_feedback_[i + 1].span_feedback.key_state == key_state)
+    GpuKeyState* const key_state = array_feedback_[i].span_feedback.key_state;
+    if (i + 1 < array_feedback_.size() &&
+        array_feedback_[i + 1].span_feedback.key_state == key_state)
       continue;
     codec_->adapt(elements, key_state, stream_);
     elements = 0;
@@ -210,7 +210,7 @@ const exec::Request* GpuDevice::run_plan() {
   const exec::BufferMap& places = operation_.buffer_map();
   if (codec_ != nullptr) {
     prepare(spans_of(at(places.arrays())));
-    operation_.run({codec_, extent_feedback_, scratch_, flags_}, {});
+    operation_.run({codec_, array_feedback_, scratch_, flags_}, {});
     adapt();
     return nullptr;
   }
@@ -223,7 +223,7 @@ const exec::Request* GpuDevice::run_plan() {
   return nullptr;
 }
 
-// Returns the extents at these places, in place.
+// Returns the arrays at these places, in place.
 std::span<const exec::SummedArray> GpuDevice::at(std::span<std::byte* const> places) {
   own_.clear();
   for (std::size_t i = 0; i < places.size(); ++i) {
@@ -239,7 +239,7 @@ void GpuDevice::run_native() {
 
 // ---- Payloads ----------------------------------------------------------------------------------
 
-// Places the payloads end to end, as the extents are.
+// Places the payloads end to end, as the arrays are.
 void GpuDevice::place_payloads() {
   places_.clear();
   layout_.clear();
@@ -255,9 +255,9 @@ void GpuDevice::place_payloads() {
     blocks_.push_back({blocks + r * block_bytes_, block_bytes_});
 }
 
-void GpuDevice::encode(std::span<const exec::SummedArray> extents) {
-  spans_of(extents);
-  for (std::size_t i = 0; i < extents.size(); ++i) spans_[i].payload = places_[i];
+void GpuDevice::encode(std::span<const exec::SummedArray> arrays) {
+  spans_of(arrays);
+  for (std::size_t i = 0; i < arrays.size(); ++i) spans_[i].payload = places_[i];
   prepare(spans_);
   codec_->encode(spans_, {.out = blocks_[rank()].data}, scratch_, flags_, stream_);
   adapt();
@@ -277,8 +277,8 @@ const exec::Request* GpuDevice::exchange_payloads() {
 }
 
 // A unit that is not finite is none before and after averaging.
-void GpuDevice::add_up(std::span<const exec::SummedArray> extents) {
-  own_.assign(extents.begin(), extents.end());
+void GpuDevice::add_up(std::span<const exec::SummedArray> arrays) {
+  own_.assign(arrays.begin(), arrays.end());
   std::erase_if(own_, [](const exec::SummedArray& each) { return each.y == nullptr; });
   spans_of(own_);
   for (std::size_t i = 0; i < own_.size(); ++i) spans_[i].payload = places_[own_[i].index];
@@ -319,7 +319,7 @@ void GpuDevice::list_matrices(std::span<const exec::Matrix> matrices) {
     factored_.push_back({.of = each.of,
                          .x = each.array.x,
                          .y = each.array.y,
-                         .span_feedback = extent_feedback_[each.array.index].span_feedback,
+                         .span_feedback = array_feedback_[each.array.index].span_feedback,
                          .p = each.left,
                          .room = columns_ + (each.left - room_.left),
                          .q = each.right,

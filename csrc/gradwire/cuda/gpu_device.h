@@ -38,11 +38,11 @@ class GpuDevice final : public exec::Device {
   const exec::Request* exchange_payloads() override;
   const exec::Request* vote() override;
   void run_native() override;
-  void deliver(std::span<const exec::SummedArray> extents) override;
-  void mark(std::span<const exec::SummedArray> extents) override;
-  void average(std::span<const exec::SummedArray> extents) override;
-  void encode(std::span<const exec::SummedArray> extents) override;
-  void add_up(std::span<const exec::SummedArray> extents) override;
+  void deliver(std::span<const exec::SummedArray> arrays) override;
+  void mark(std::span<const exec::SummedArray> arrays) override;
+  void average(std::span<const exec::SummedArray> arrays) override;
+  void encode(std::span<const exec::SummedArray> arrays) override;
+  void add_up(std::span<const exec::SummedArray> arrays) override;
   FactorRoom take_factor_room(std::size_t left, std::size_t right) override;
   void make_left(std::span<const exec::Matrix> matrices) override;
   bool make_right(std::span<const exec::Matrix> matrices) override;
@@ -63,7 +63,7 @@ class GpuDevice final : public exec::Device {
   void list_matrices(std::span<const exec::Matrix> matrices);
   void look_for_failure();
   void poison();
-  std::span<const GpuSpan> spans_of(std::span<const exec::SummedArray> extents);
+  std::span<const GpuSpan> spans_of(std::span<const exec::SummedArray> arrays);
   std::span<const exec::SummedArray> at(std::span<std::byte* const> places);
   bool averages() const { return program_.request().op == ReduceOp::kAvg; }
   std::size_t size() const { return static_cast<std::size_t>(program_.request().size); }
@@ -86,7 +86,7 @@ class GpuDevice final : public exec::Device {
   CallStream stream_;
   GpuFeedback* feedback_ = nullptr;
   const GpuFeedback::KeyTable* table_ = nullptr;  // with feedback
-  std::vector<ExtentFeedback> extent_feedback_;   // of each extent
+  std::vector<ArrayFeedback> array_feedback_;     // of each array
   const GpuCodec* codec_ = nullptr;               // of the payloads; null where there are none
   std::byte* scratch_ = nullptr;                  // the codec's
   std::uint32_t* flags_ = nullptr;
@@ -95,7 +95,7 @@ class GpuDevice final : public exec::Device {
   exec::Array word_;  // of the vote
   std::vector<exec::SummedArray> own_;
   std::vector<GpuSpan> spans_;
-  // Gathered payloads: a block for each rank, in which each extent has a place.
+  // Gathered payloads: a block for each rank, in which each array has a place.
   std::size_t block_bytes_ = 0;
   std::vector<exec::Array> blocks_;
   std::vector<std::size_t> places_;

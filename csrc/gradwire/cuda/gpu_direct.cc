@@ -5,10 +5,10 @@
 namespace gradwire::cuda {
 namespace {
 
-void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Span>& pieces) {
-  for (const exec::Chunk& part : plan.chunks(frame)) {
-    const auto its = plan.spans(part);
-    pieces.insert(pieces.end(), its.begin(), its.end());
+void append(const exec::Plan& plan, const exec::Frame& frame, std::vector<exec::Span>& spans) {
+  for (const exec::Chunk& chunk : plan.chunks(frame)) {
+    const auto its = plan.spans(chunk);
+    spans.insert(spans.end(), its.begin(), its.end());
   }
 }
 
@@ -65,11 +65,11 @@ void DirectExchange::list_spans(const GpuExecution::GpuCall& call) {
   chunk_bytes_ = 0;
   for (Rank owner = 0; owner < size_; ++owner) {
     std::size_t bytes = 0;
-    for (const exec::Span& piece : chunks_[at(owner)]) {
+    for (const exec::Span& span : chunks_[at(owner)]) {
       auto& spans = owner == rank_ ? own_ : others_;
-      spans.push_back(span_of(call, piece));
+      spans.push_back(span_of(call, span));
       spans.back().payload = spans.back().received = bytes;
-      bytes += call.codec->payload_bytes(piece.count);
+      bytes += call.codec->payload_bytes(span.count);
     }
     chunk_bytes_ = std::max(chunk_bytes_, bytes);
   }

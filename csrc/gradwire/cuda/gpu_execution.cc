@@ -17,10 +17,10 @@ using exec::WideFold;
 
 constexpr std::size_t kNowhere = ~std::size_t{0};
 
-bool is_empty(const Chunk& part) { return part.spans.first == part.spans.last; }
-// Two parts that are not empty are of the same elements, or of different ones.
+bool is_empty(const Chunk& chunk) { return chunk.spans.first == chunk.spans.last; }
+// Two chunks that are not empty are of the same elements, or of different ones.
 bool same_elements(const Chunk& a, const Chunk& b) { return a.spans.first == b.spans.first; }
-bool is_wide(const Chunk& part) { return part.wide.place != WideFold::kNone; }
+bool is_wide(const Chunk& chunk) { return chunk.wide.place != WideFold::kNone; }
 
 }  // namespace
 
@@ -76,17 +76,17 @@ void GpuExecution::reserve() {
   if (lossy()) place_store();
 }
 
-// Places the payloads of all finished parts in the order of their elements, so that the parts of a
-// frame lie end to end, unless there are others between them.
+// Places the payloads of all finished chunks in the order of their elements, so that the chunks of
+// a frame lie end to end, unless there are others between them.
 void GpuExecution::place_store() {
   store_places_.clear();
   const auto note = [this](const auto& frames) {
     for (const Frame& frame : frames)
-      for (const Chunk& part : call_.plan->chunks(frame)) {
-        if (part.landing != schedule::Landing::kCopy || is_empty(part)) continue;
-        if (part.spans.first >= store_places_.size())
-          store_places_.resize(part.spans.first + 1, kNowhere);
-        store_places_[part.spans.first] = payload_bytes(part);
+      for (const Chunk& chunk : call_.plan->chunks(frame)) {
+        if (chunk.landing != schedule::Landing::kCopy || is_empty(chunk)) continue;
+        if (chunk.spans.first >= store_places_.size())
+          store_places_.resize(chunk.spans.first + 1, kNowhere);
+        store_places_[chunk.spans.first] = payload_bytes(chunk);
       }
   };
   note(call_.plan->sends());
@@ -137,21 +137,21 @@ void GpuExecution::place_sends(Sends sends) {
 void GpuExecution::encode_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i) {
     auto at = static_cast<std::size_t>(outgoing_[i] - arena_.data());
-    for (const Chunk& part : call_.plan->chunks(sends[i])) {
-      if (is_empty(part)) continue;
-      if (part.completes_sum) encode(part, store_places_[part.spans.first], {0, 0, true});
-      if (part.store_index == exec::kNotStored) encode(part, at, {});
-      at += payload_bytes(part);
+    for (const Chunk& chunk : call_.plan->chunks(sends[i])) {
+      if (is_empty(chunk)) continue;
+      if (chunk.completes_sum) encode(chunk, store_places_[chunk.spans.first], {0, 0, true});
+      if (chunk.store_index == exec::kNotStored) encode(chunk, at, {});
+      at += payload_bytes(chunk);
     }
   }
   start_encoding();
 }
 
-// Adds a part to the launch, with what has arrived of it.
-void GpuExecution::encode(const Chunk& part, std::size_t at, const Launch& alone) {
-  if (is_empty(part)) return;
+// Adds a chunk to the launch, with what has arrived of it.
+void GpuExecution::encode(const Chunk& chunk, std::size_t at, const Launch& alone) {
+  if (is_empty(chunk)) return;
   Launch launch = alone;
-  ArrivedChunk* const received = pending(part);
+  ArrivedChunk* const received = pending(chunk);
   if (received != nullptr) {
     launch.addends = received->addends;
     launch.stride = received->stride;
@@ -160,12 +160,12 @@ void GpuExecution::encode(const Chunk& part, std::size_t at, const Launch& alone
   if (!spans_.empty() && launch != launch_) start_encoding();
   launch_ = launch;
   std::size_t from = received == nullptr ? 0 : received->at;
-  for (const Span& piece : call_.plan->spans(part)) {
-    spans_.push_back(span_of(call_, piece));
+  for (const Span& span : call_.plan->spans(chunk)) {
+    spans_.push_back(span_of(call_, span));
     spans_.back().payload = at;
     spans_.back().received = from;
-    at += call_.codec->payload_bytes(piece.count);
-    from += call_.codec->payload_bytes(piece.count);
+    at += call_.codec->payload_bytes(span.count);
+    from += call_.codec->payload_bytes(span.count);
   }
 }
 
@@ -180,7 +180,7 @@ void GpuExecution::start_encoding() {
   spans_.clear();
 }
 
-// Copies frames into the arena whose parts lie in several places, so that each is one message.
+// Copies frames into the arena whose chunks lie in several places, so that each is one message.
 void GpuExecution::pack_sends(Sends sends) {
   for (std::size_t i = 0; i < sends.size(); ++i)
     if (range_of(sends[i]) == nullptr)
@@ -190,17 +190,17 @@ void GpuExecution::pack_sends(Sends sends) {
 
 void GpuExecution::pack(const Frame& frame, std::size_t at) {
   std::byte* to = arena_.data() + at;
-  for (const Chunk& part : call_.plan->chunks(frame)) {
+  for (const Chunk& chunk : call_.plan->chunks(frame)) {
     if (lossy()) {
-      if (part.store_index != exec::kNotStored && !is_empty(part))
+      if (chunk.store_index != exec::kNotStored && !is_empty(chunk))
         folds_.push_back(
-            {store_.data() + store_places_[part.spans.first], to, payload_bytes(part), 0});
-      to += payload_bytes(part);
+            {store_.data() + store_places_[chunk.spans.first], to, payload_bytes(chunk), 0});
+      to += payload_bytes(chunk);
       continue;
     }
-    for (const Span& piece : call_.plan->spans(part)) {
-      folds_.push_back({address(piece), to, bytes_of(piece), 0});
-      to += bytes_of(piece);
+    for (const Span& span : call_.plan->spans(chunk)) {
+      folds_.push_back({address(span), to, bytes_of(span), 0});
+      to += bytes_of(span);
     }
   }
 }
@@ -226,42 +226,42 @@ void GpuExecution::receive(const Frame& frame, Sends sends) {
   std::size_t at = in_place ? 0 : take(bytes);
   if (!in_place) place = arena_.data() + at;
   messages_->receive(place, bytes, call_.plan->peers(frame)[0], layout_of(frame));
-  for (const Chunk& part : call_.plan->chunks(frame)) {
-    if (is_empty(part)) continue;
-    const bool finished = lossy() && part.landing == schedule::Landing::kCopy;
-    if (finished) results_.push_back(&part);
+  for (const Chunk& chunk : call_.plan->chunks(frame)) {
+    if (is_empty(chunk)) continue;
+    const bool finished = lossy() && chunk.landing == schedule::Landing::kCopy;
+    if (finished) results_.push_back(&chunk);
     if (finished && !in_place)
-      folds_.push_back({arena_.data() + at, store_.data() + store_places_[part.spans.first],
-                        payload_bytes(part), 0});
-    if (!finished && !in_place) note(part, at);
-    at += payload_bytes(part);
+      folds_.push_back({arena_.data() + at, store_.data() + store_places_[chunk.spans.first],
+                        payload_bytes(chunk), 0});
+    if (!finished && !in_place) note(chunk, at);
+    at += payload_bytes(chunk);
   }
 }
 
-// Notes a part that arrives in the arena. Addends of the same part are added by one launch, if they
-// lie evenly there, and belong to one sum.
-void GpuExecution::note(const Chunk& part, std::size_t at) {
-  const bool adds = part.landing == schedule::Landing::kReduce;
+// Notes a chunk that arrives in the arena. Addends of the same chunk are added by one launch, if
+// they lie evenly there, and belong to one sum.
+void GpuExecution::note(const Chunk& chunk, std::size_t at) {
+  const bool adds = chunk.landing == schedule::Landing::kReduce;
   const auto before =
       std::find_if(arrived_.rbegin(), arrived_.rend(),
-                   [&](const ArrivedChunk& each) { return same_elements(*each.part, part); });
-  if (before == arrived_.rend()) return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
+                   [&](const ArrivedChunk& each) { return same_elements(*each.chunk, chunk); });
+  if (before == arrived_.rend()) return arrived_.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
   const auto count = static_cast<std::size_t>(before->addends);
   if (count == 1) before->stride = at - before->at;
-  if (!adds || count == 0 || part.wide.begins || at != before->at + count * before->stride) {
+  if (!adds || count == 0 || chunk.wide.begins || at != before->at + count * before->stride) {
     if (count == 1) before->stride = 0;
     one_by_one_ = true;
-    return arrived_.push_back({&part, &part, at, 0, adds ? 1 : 0});
+    return arrived_.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
   }
-  before->last = &part;
+  before->last = &chunk;
   ++before->addends;
 }
 
-// Returns the one landing of a part that an encoder can add; null if there is none.
-GpuExecution::ArrivedChunk* GpuExecution::pending(const Chunk& part) {
+// Returns the one landing of a chunk that an encoder can add; null if there is none.
+GpuExecution::ArrivedChunk* GpuExecution::pending(const Chunk& chunk) {
   if (pending_one_by_one_) return nullptr;
   const auto found = std::ranges::find_if(
-      pending_, [&](const ArrivedChunk& each) { return same_elements(*each.part, part); });
+      pending_, [&](const ArrivedChunk& each) { return same_elements(*each.chunk, chunk); });
   return found == pending_.end() || found->addends == 0 ? nullptr : &*found;
 }
 
@@ -270,7 +270,7 @@ GpuExecution::ArrivedChunk* GpuExecution::pending(const Chunk& part) {
 void GpuExecution::land_pending(Sends sends, bool averages) {
   for (ArrivedChunk& each : pending_) {
     if (std::exchange(each.taken, true)) continue;
-    const bool finishes = averages || (averages_with_folds() && is_finished(*each.part, sends));
+    const bool finishes = averages || (averages_with_folds() && is_finished(*each.chunk, sends));
     land(each, finishes);
     if (pending_one_by_one_) start_landing();
   }
@@ -278,25 +278,25 @@ void GpuExecution::land_pending(Sends sends, bool averages) {
 }
 
 void GpuExecution::land(const ArrivedChunk& landing, bool averages) {
-  const bool wide = is_wide(*landing.part);
-  if (wide && !(landing.part->wide.begins && landing.last->wide.ends)) return fold_wide(landing);
+  const bool wide = is_wide(*landing.chunk);
+  if (wide && !(landing.chunk->wide.begins && landing.last->wide.ends)) return fold_wide(landing);
   if (wide) averages = landing.last->wide.averages;
   const Launch launch{landing.stride, landing.addends, averages};
   if (!(spans_.empty() && folds_.empty()) && launch != launch_) start_landing();
   launch_ = launch;
   std::size_t at = landing.at;
-  for (const Span& piece : call_.plan->spans(*landing.part)) {
+  for (const Span& span : call_.plan->spans(*landing.chunk)) {
     if (lossy()) {
-      spans_.push_back(span_of(call_, piece));
+      spans_.push_back(span_of(call_, span));
       spans_.back().payload = at;
-      at += call_.codec->payload_bytes(piece.count);
+      at += call_.codec->payload_bytes(span.count);
       continue;
     }
     if (landing.addends == 0)
-      folds_.push_back({arena_.data() + at, address(piece), bytes_of(piece), 0});
+      folds_.push_back({arena_.data() + at, address(span), bytes_of(span), 0});
     else
-      folds_.push_back({address(piece), address(piece), piece.count, at});
-    at += bytes_of(piece);
+      folds_.push_back({address(span), address(span), span.count, at});
+    at += bytes_of(span);
   }
 }
 
@@ -313,17 +313,17 @@ void GpuExecution::start_landing() {
 void GpuExecution::fold_wide(const ArrivedChunk& landing) {
   start_landing();
   const exec::Plan& plan = *call_.plan;
-  const WideFold &first = landing.part->wide, &last = landing.last->wide;
+  const WideFold &first = landing.chunk->wide, &last = landing.last->wide;
   for (int j = 0; j < landing.addends; ++j) {
     const bool begins = j == 0 && first.begins, ends = j + 1 == landing.addends && last.ends;
     float* sum = reinterpret_cast<float*>(wide_.data()) + plan.wide_offset(first);
     std::size_t at = landing.at + static_cast<std::size_t>(j) * landing.stride;
     wide_spans_.clear();
-    for (const Span& piece : plan.spans(*landing.part)) {
-      wide_spans_.push_back({begins ? address(piece) : nullptr, sum,
-                             ends ? address(piece) : nullptr, piece.count, at});
-      sum += piece.count;
-      at += bytes_of(piece);
+    for (const Span& span : plan.spans(*landing.chunk)) {
+      wide_spans_.push_back(
+          {begins ? address(span) : nullptr, sum, ends ? address(span) : nullptr, span.count, at});
+      sum += span.count;
+      at += bytes_of(span);
     }
     check(
         api_,
@@ -339,22 +339,22 @@ void GpuExecution::fold_wide(const ArrivedChunk& landing) {
 // Averages finished sums to which nothing was added in the round before.
 void GpuExecution::average(Sends sends) {
   for (const Frame& frame : sends)
-    for (const Chunk& part : call_.plan->chunks(frame))
-      if (part.completes_sum && !(averages_with_folds() && pending(part) != nullptr))
-        for (const Span& piece : call_.plan->spans(part))
-          folds_.push_back({address(piece), address(piece), piece.count, 0});
+    for (const Chunk& chunk : call_.plan->chunks(frame))
+      if (chunk.completes_sum && !(averages_with_folds() && pending(chunk) != nullptr))
+        for (const Span& span : call_.plan->spans(chunk))
+          folds_.push_back({address(span), address(span), span.count, 0});
   fold({0, 0, true});
 }
 
 // Decodes the finished payloads, all of which are in the store by now.
 void GpuExecution::decode_results() {
   spans_.clear();
-  for (const Chunk* part : results_) {
-    std::size_t at = store_places_[part->spans.first];
-    for (const Span& piece : call_.plan->spans(*part)) {
-      spans_.push_back(span_of(call_, piece));
+  for (const Chunk* chunk : results_) {
+    std::size_t at = store_places_[chunk->spans.first];
+    for (const Span& span : call_.plan->spans(*chunk)) {
+      spans_.push_back(span_of(call_, span));
       spans_.back().payload = at;
-      at += call_.codec->payload_bytes(piece.count);
+      at += call_.codec->payload_bytes(span.count);
     }
   }
   if (spans_.empty()) return;
@@ -366,10 +366,10 @@ void GpuExecution::decode_results() {
 
 // Finishes results that only this rank has, and never encoded: all of the residual is delivered.
 void GpuExecution::finish_here(bool is_averaged) {
-  const std::vector<Span>& pieces = call_.plan->finished_here();
-  if (pieces.empty()) return;
+  const std::vector<Span>& spans = call_.plan->finished_here();
+  if (spans.empty()) return;
   if (lossy()) {
-    for (const Span& piece : pieces) spans_.push_back(span_of(call_, piece));
+    for (const Span& span : spans) spans_.push_back(span_of(call_, span));
     const int count = static_cast<int>(spans_.size());
     check(api_, api_.deliver_spans(spans_.data(), count, stream_), "delivering");
     check(api_,
@@ -378,8 +378,7 @@ void GpuExecution::finish_here(bool is_averaged) {
     spans_.clear();
   }
   if (is_averaged || call_.plan->divisor() == 1) return;
-  for (const Span& piece : pieces)
-    folds_.push_back({address(piece), address(piece), piece.count, 0});
+  for (const Span& span : spans) folds_.push_back({address(span), address(span), span.count, 0});
   fold({0, 0, true});
 }
 
@@ -397,16 +396,16 @@ void GpuExecution::fold(const Launch& launch) {
   folds_.clear();
 }
 
-// Returns whether the pieces that arrived last are all of those that this rank finishes for itself.
+// Returns whether the spans that arrived last are all of those that this rank finishes for itself.
 bool GpuExecution::are_finished_here() const {
   const std::vector<Span>& finished = call_.plan->finished_here();
   if (finished.empty() || !averages_with_folds()) return false;
-  const auto key = [](const Span& piece) { return std::tuple(piece.array, piece.offset); };
+  const auto key = [](const Span& span) { return std::tuple(span.array, span.offset); };
   std::vector<Span> landed;
   for (const ArrivedChunk& each : pending_) {
-    const auto pieces = call_.plan->spans(*each.part);
-    if (each.addends == 0 || is_wide(*each.part)) return false;
-    landed.insert(landed.end(), pieces.begin(), pieces.end());
+    const auto spans = call_.plan->spans(*each.chunk);
+    if (each.addends == 0 || is_wide(*each.chunk)) return false;
+    landed.insert(landed.end(), spans.begin(), spans.end());
   }
   std::ranges::sort(landed, {}, key);
   return landed.size() == finished.size() && std::ranges::equal(landed, finished, {}, key, key);
@@ -421,27 +420,27 @@ bool GpuExecution::averages_with_folds() const {
          codec::wide_kernels(call_.plan->spec().dtype, call_.plan->spec().op) == nullptr;
 }
 
-// Returns whether this rank finishes a pending part's sum when it sends that in this round.
-bool GpuExecution::is_finished(const Chunk& part, Sends sends) {
-  if (pending(part) == nullptr) return false;
+// Returns whether this rank finishes a pending chunk's sum when it sends that in this round.
+bool GpuExecution::is_finished(const Chunk& chunk, Sends sends) {
+  if (pending(chunk) == nullptr) return false;
   for (const Frame& frame : sends)
     for (const Chunk& sent : call_.plan->chunks(frame))
-      if (sent.completes_sum && !is_empty(sent) && same_elements(sent, part)) return true;
+      if (sent.completes_sum && !is_empty(sent) && same_elements(sent, chunk)) return true;
   return false;
 }
 
 // Returns whether elements of the frame are also sent in this round, as they were before it.
 bool GpuExecution::is_sent(const Frame& frame, Sends sends) const {
-  for (const Chunk& part : call_.plan->chunks(frame))
+  for (const Chunk& chunk : call_.plan->chunks(frame))
     for (const Frame& each : sends)
       for (const Chunk& sent : call_.plan->chunks(each))
-        if (sent.spans.first < part.spans.last && part.spans.first < sent.spans.last) return true;
+        if (sent.spans.first < chunk.spans.last && chunk.spans.first < sent.spans.last) return true;
   return false;
 }
 
 bool GpuExecution::is_copied(const Frame& frame) const {
-  return std::ranges::all_of(call_.plan->chunks(frame), [](const Chunk& part) {
-    return part.landing == schedule::Landing::kCopy;
+  return std::ranges::all_of(call_.plan->chunks(frame), [](const Chunk& chunk) {
+    return chunk.landing == schedule::Landing::kCopy;
   });
 }
 
@@ -455,30 +454,30 @@ std::byte* GpuExecution::range_of(const Frame& frame) const {
     end = at + bytes;
     return follows;
   };
-  for (const Chunk& part : call_.plan->chunks(frame)) {
-    if (is_empty(part)) continue;
+  for (const Chunk& chunk : call_.plan->chunks(frame)) {
+    if (is_empty(chunk)) continue;
     if (lossy()) {
-      if (part.landing != schedule::Landing::kCopy) return nullptr;
-      if (!joins(store_.data() + store_places_[part.spans.first], payload_bytes(part)))
+      if (chunk.landing != schedule::Landing::kCopy) return nullptr;
+      if (!joins(store_.data() + store_places_[chunk.spans.first], payload_bytes(chunk)))
         return nullptr;
       continue;
     }
-    for (const Span& piece : call_.plan->spans(part))
-      if (piece.count > 0 && !joins(address(piece), bytes_of(piece))) return nullptr;
+    for (const Span& span : call_.plan->spans(chunk))
+      if (span.count > 0 && !joins(address(span), bytes_of(span))) return nullptr;
   }
   return begin;
 }
 
-std::size_t GpuExecution::payload_bytes(const Chunk& part) const {
+std::size_t GpuExecution::payload_bytes(const Chunk& chunk) const {
   std::size_t bytes = 0;
-  for (const Span& piece : call_.plan->spans(part))
-    bytes += lossy() ? call_.codec->payload_bytes(piece.count) : bytes_of(piece);
+  for (const Span& span : call_.plan->spans(chunk))
+    bytes += lossy() ? call_.codec->payload_bytes(span.count) : bytes_of(span);
   return bytes;
 }
 
 std::size_t GpuExecution::frame_bytes(const Frame& frame) const {
   std::size_t bytes = 0;
-  for (const Chunk& part : call_.plan->chunks(frame)) bytes += payload_bytes(part);
+  for (const Chunk& chunk : call_.plan->chunks(frame)) bytes += payload_bytes(chunk);
   return bytes;
 }
 
@@ -486,10 +485,10 @@ std::span<const Slotted> GpuExecution::layout_of(const Frame& frame) {
   layout_.clear();
   const bool slotted = lossy() && call_.codec->slot_bytes() > 0;
   if (!slotted && call_.layout.empty()) return layout_;
-  for (const Chunk& part : call_.plan->chunks(frame))
-    for (const Span& piece : call_.plan->spans(part)) {
+  for (const Chunk& chunk : call_.plan->chunks(frame))
+    for (const Span& span : call_.plan->spans(chunk)) {
       if (slotted)
-        layout_.push_back(call_.codec->layout(piece.count));
+        layout_.push_back(call_.codec->layout(span.count));
       else
         layout_.insert(layout_.end(), call_.layout.begin(), call_.layout.end());
     }
@@ -502,26 +501,26 @@ std::size_t GpuExecution::take(std::size_t bytes) {
   return at;
 }
 
-std::size_t GpuExecution::bytes_of(const Span& piece) const {
-  return piece.count * size_of(call_.plan->spec().dtype);
+std::size_t GpuExecution::bytes_of(const Span& span) const {
+  return span.count * size_of(call_.plan->spec().dtype);
 }
 
-std::byte* GpuExecution::address(const Span& piece) const {
-  return call_.extents[piece.array] + piece.offset * size_of(call_.plan->spec().dtype);
+std::byte* GpuExecution::address(const Span& span) const {
+  return call_.arrays[span.array] + span.offset * size_of(call_.plan->spec().dtype);
 }
 
-GpuSpan span_of(const GpuExecution::GpuCall& call, const Span& piece) {
-  GpuSpan span;
-  span.x = span.y = reinterpret_cast<float*>(call.extents[piece.array]) + piece.offset;
-  span.n = piece.count;
-  if (call.extent_feedback.empty()) return span;
-  const ExtentFeedback& of = call.extent_feedback[piece.array];
-  span.span_feedback = of.span_feedback;
-  for (float*& each : span.span_feedback.residual)
-    if (each != nullptr) each += piece.offset;
-  span.call = of.call;
-  span.element = of.element + piece.offset;
-  return span;
+GpuSpan span_of(const GpuExecution::GpuCall& call, const Span& span) {
+  GpuSpan on_gpu;
+  on_gpu.x = on_gpu.y = reinterpret_cast<float*>(call.arrays[span.array]) + span.offset;
+  on_gpu.n = span.count;
+  if (call.array_feedback.empty()) return on_gpu;
+  const ArrayFeedback& of = call.array_feedback[span.array];
+  on_gpu.span_feedback = of.span_feedback;
+  for (float*& each : on_gpu.span_feedback.residual)
+    if (each != nullptr) each += span.offset;
+  on_gpu.call = of.call;
+  on_gpu.element = of.element + span.offset;
+  return on_gpu;
 }
 
 }  // namespace gradwire::cuda

@@ -20,8 +20,8 @@
 
 namespace gradwire::cuda {
 
-// The error feedback of an extent, for lossy codecs.
-struct ExtentFeedback {
+// The error feedback of an array, for lossy codecs.
+struct ArrayFeedback {
   SpanFeedback span_feedback{};  // at its first element
   std::uint64_t call = 0;        // for Int8Rounding
   std::uint64_t element = 0;     // index of its first element in its key
@@ -31,11 +31,11 @@ class GpuExecution {
  public:
   struct GpuCall {
     const exec::Plan* plan = nullptr;
-    std::span<std::byte* const> extents;              // in device memory
-    const GpuCodec* codec = nullptr;                  // null where the plan is not lossy
-    std::span<const ExtentFeedback> extent_feedback;  // lossy: one per extent
-    std::byte* scratch = nullptr;                     // the codec's
-    std::uint32_t* flags = nullptr;                   // lossy: the call's
+    std::span<std::byte* const> arrays;             // in device memory
+    const GpuCodec* codec = nullptr;                // null where the plan is not lossy
+    std::span<const ArrayFeedback> array_feedback;  // lossy: one per array
+    std::byte* scratch = nullptr;                   // the codec's
+    std::uint32_t* flags = nullptr;                 // lossy: the call's
     std::span<const Slotted> layout;  // plain: of each block that is gathered, if it is a payload
   };
 
@@ -53,7 +53,7 @@ class GpuExecution {
   // A chunk that has arrived in the arena and is not landed yet: `addends` of it, `stride` bytes
   // apart, which are added one after the other; or, with 0 addends, one that is copied.
   struct ArrivedChunk {
-    const exec::Chunk* part = nullptr;
+    const exec::Chunk* chunk = nullptr;
     const exec::Chunk* last = nullptr;  // of the last addend
     std::size_t at = 0;                 // bytes: where the first message of it lies in the arena
     std::size_t stride = 0;
@@ -80,15 +80,15 @@ class GpuExecution {
 
   void place_sends(Sends sends);
   void encode_sends(Sends sends);
-  void encode(const exec::Chunk& part, std::size_t at, const Launch& launch);
+  void encode(const exec::Chunk& chunk, std::size_t at, const Launch& launch);
   void start_encoding();
   void pack_sends(Sends sends);
   void pack(const exec::Frame& frame, std::size_t at);
   void send(const exec::Frame& frame, const std::byte* data);
 
   void receive(const exec::Frame& frame, Sends sends);
-  void note(const exec::Chunk& part, std::size_t at);
-  ArrivedChunk* pending(const exec::Chunk& part);
+  void note(const exec::Chunk& chunk, std::size_t at);
+  ArrivedChunk* pending(const exec::Chunk& chunk);
   void land_pending(Sends sends, bool averages);
   void land(const ArrivedChunk& landing, bool averages);
   void fold_wide(const ArrivedChunk& landing);
@@ -100,17 +100,17 @@ class GpuExecution {
   void fold(const Launch& launch);
 
   bool averages_with_folds() const;
-  bool is_finished(const exec::Chunk& part, Sends sends);
+  bool is_finished(const exec::Chunk& chunk, Sends sends);
   bool are_finished_here() const;
   bool is_sent(const exec::Frame& frame, Sends sends) const;
   bool is_copied(const exec::Frame& frame) const;
-  std::size_t payload_bytes(const exec::Chunk& part) const;
+  std::size_t payload_bytes(const exec::Chunk& chunk) const;
   std::size_t frame_bytes(const exec::Frame& frame) const;
   std::byte* range_of(const exec::Frame& frame) const;
   std::span<const Slotted> layout_of(const exec::Frame& frame);
   std::size_t take(std::size_t bytes);
-  std::size_t bytes_of(const exec::Span& piece) const;
-  std::byte* address(const exec::Span& piece) const;
+  std::size_t bytes_of(const exec::Span& span) const;
+  std::byte* address(const exec::Span& span) const;
 
   const Api& api_;
   Room arena_, store_, wide_;
@@ -122,7 +122,7 @@ class GpuExecution {
   std::size_t half_bytes_ = 0, used_ = 0;
   bool second_half_ = false;
   std::uint64_t sent_ = 0;
-  std::vector<std::size_t> store_places_;                 // of finished parts, by their first piece
+  std::vector<std::size_t> store_places_;                 // of finished chunks, by their first span
   std::vector<const std::byte*> outgoing_;                // where the message of each send lies
   std::vector<ArrivedChunk> arrived_, pending_;           // in this round, and in the one before
   bool one_by_one_ = false, pending_one_by_one_ = false;  // whether their landings are one by one
@@ -134,7 +134,7 @@ class GpuExecution {
   std::vector<Slotted> layout_;
 };
 
-// Returns the span of a piece of a lossy call, without its places in messages.
-GpuSpan span_of(const GpuExecution::GpuCall& call, const exec::Span& piece);
+// Returns a span of a lossy call as kernels take it, without its places in messages.
+GpuSpan span_of(const GpuExecution::GpuCall& call, const exec::Span& span);
 
 }  // namespace gradwire::cuda

@@ -11,18 +11,18 @@
 namespace gradwire::cuda {
 namespace {
 
-void check_keys(std::span<const codec::KeyedExtent> extents) {
+void check_keys(std::span<const codec::KeyedExtent> arrays) {
   std::set<std::string_view> seen;
-  for (const auto& each : extents)
+  for (const auto& each : arrays)
     if (!seen.insert(each.key).second)
       throw InvalidArgument("error feedback: key '" + each.key + "' is given twice in one call");
 }
 
-void check_length(const codec::KeyedExtent& extent, std::size_t stored) {
-  if (stored == extent.count) return;
-  throw InvalidArgument("error feedback: key '" + extent.key + "' has a residual of " +
+void check_length(const codec::KeyedExtent& array, std::size_t stored) {
+  if (stored == array.count) return;
+  throw InvalidArgument("error feedback: key '" + array.key + "' has a residual of " +
                         std::to_string(stored) + " elements, this call has " +
-                        std::to_string(extent.count) + "; use another key, or clear()");
+                        std::to_string(array.count) + "; use another key, or clear()");
 }
 
 [[noreturn]] void refuse_in_capture() {
@@ -63,15 +63,15 @@ float* GpuFeedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
   return data;
 }
 
-GpuFeedback::OwnedKey& GpuFeedback::make(const codec::KeyedExtent& extent, Stream stream) {
+GpuFeedback::OwnedKey& GpuFeedback::make(const codec::KeyedExtent& array, Stream stream) {
   auto owned = std::make_unique<OwnedKey>();
   DeviceKey& key = owned->key;
   Room& room = owned->rooms.emplace_back(api_);
   key.key_state = reinterpret_cast<GpuKeyState*>(room.take(sizeof(GpuKeyState)));
-  key.count = extent.count;
-  key.digest = Fnv1a().text(extent.key).digest();
-  for (float*& each : key.residual) each = zeros(*owned, extent.count, stream);
-  return *keys_.emplace(extent.key, std::move(owned)).first->second;
+  key.count = array.count;
+  key.digest = Fnv1a().text(array.key).digest();
+  for (float*& each : key.residual) each = zeros(*owned, array.count, stream);
+  return *keys_.emplace(array.key, std::move(owned)).first->second;
 }
 
 void GpuFeedback::make_memory(OwnedKey& owned, std::uint64_t count, Stream stream) {
@@ -95,27 +95,27 @@ void GpuFeedback::remember(const KeyTable& table, std::span<const std::uint64_t>
     }
 }
 
-GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedExtent& extent, Stream stream) {
-  const auto found = keys_.find(extent.key);
+GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedExtent& array, Stream stream) {
+  const auto found = keys_.find(array.key);
   if (found != keys_.end()) return *found->second;
-  const auto start = host_->take(extent.key);
-  OwnedKey& owned = make(extent, stream);
+  const auto start = host_->take(array.key);
+  OwnedKey& owned = make(array, stream);
   if (!start.memory.empty()) make_memory(owned, start.memory.size(), stream);
   write(owned.key, start, stream);
   return owned;
 }
 
-const GpuFeedback::KeyTable& GpuFeedback::open(std::span<const codec::KeyedExtent> extents,
+const GpuFeedback::KeyTable& GpuFeedback::open(std::span<const codec::KeyedExtent> arrays,
                                                const CallStream& stream) {
   names_.clear();
-  for (const auto& each : extents) names_.push_back(each.key);
+  for (const auto& each : arrays) names_.push_back(each.key);
   auto found = tables_.find(names_);
   if (found == tables_.end() && stream.is_captured()) refuse_in_capture();
   was_captured_ = was_captured_ || stream.is_captured();
   if (has_ended_ && !stream.is_captured())
     check(api_, api_.wait(stream, ended_.get()), "cudaStreamWaitEvent");
   begin_flags(stream);
-  for (const auto& each : extents) find(each, stream);
+  for (const auto& each : arrays) find(each, stream);
   if (found == tables_.end()) {
     evict_tables();
     found = tables_.emplace(names_, make_table(stream)).first;
@@ -151,10 +151,10 @@ std::unique_ptr<GpuFeedback::OwnedTable> GpuFeedback::make_table(Stream stream) 
   return made;
 }
 
-void GpuFeedback::require_fits(std::span<const codec::KeyedExtent> extents) const {
-  check_keys(extents);
+void GpuFeedback::require_fits(std::span<const codec::KeyedExtent> arrays) const {
+  check_keys(arrays);
   std::optional<std::vector<codec::KeyedExtent>> of_host;
-  for (const auto& each : extents) {
+  for (const auto& each : arrays) {
     if (const auto found = keys_.find(each.key); found != keys_.end()) {
       check_length(each, found->second->key.count);
       continue;

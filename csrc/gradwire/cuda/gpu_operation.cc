@@ -13,9 +13,9 @@ void GpuOperation::bind(const exec::Request& request, const CallStream& stream) 
 void GpuOperation::run(const Coding& coding, std::span<const Slotted> layout) {
   GpuExecution::GpuCall call;
   call.plan = plan_.get();
-  call.extents = buffer_map_.arrays();
+  call.arrays = buffer_map_.arrays();
   call.codec = coding.codec;
-  call.extent_feedback = coding.extent_feedback;
+  call.array_feedback = coding.array_feedback;
   call.scratch = coding.scratch;
   call.flags = coding.flags;
   call.layout = layout;

@@ -18,7 +18,7 @@ class GpuOperation {
   // The codec of a lossy operation, and its arguments.
   struct Coding {
     const GpuCodec* codec = nullptr;
-    std::span<const ExtentFeedback> extent_feedback;
+    std::span<const ArrayFeedback> array_feedback;
     std::byte* scratch = nullptr;
     std::uint32_t* flags = nullptr;
   };
