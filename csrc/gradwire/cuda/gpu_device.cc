@@ -17,16 +17,12 @@ GpuDevice::GpuDevice(const Api& api, Rank rank, int size, Messages& messages,
     : api_(api),
       operation_(api, rank, size, messages, plans),
       native_(api, messages),
-      flags_room_(api),
-      reported_room_(api, Room::MemoryKind::kPinned),
-      own_key_states_(api),
-      codec_scratch_(api),
-      payloads_(api),
-      factors_(api) {
-  own_flags_ = reinterpret_cast<std::uint32_t*>(flags_room_.take(kPayloadAlignment));
+      rooms_{Room(api), Room(api, Room::MemoryKind::kPinned), Room(api), Room(api), Room(api),
+             Room(api)} {
+  own_flags_ = reinterpret_cast<std::uint32_t*>(rooms_.flags.take(kPayloadAlignment));
   constexpr std::size_t kBytes = 2 * sizeof(std::uint32_t);
-  std::fill_n(reported_room_.take(kBytes), kBytes, std::byte{0});
-  reported_ = reinterpret_cast<std::uint32_t*>(reported_room_.data());
+  std::fill_n(rooms_.reported.take(kBytes), kBytes, std::byte{0});
+  reported_ = reinterpret_cast<std::uint32_t*>(rooms_.reported.data());
   lost_ = reported_ + 1;
   messages.set_loss_word(lost_);
 }
@@ -42,7 +38,7 @@ void GpuDevice::bind(const exec::Request& request, const exec::Decision& decisio
   codec_ = codec_for(request.codec);
   const std::size_t scratch =
       codec_ == nullptr ? 0 : codec_->scratch_bytes(std::span(program_.counts()));
-  scratch_ = codec_scratch_.take(scratch, stream_);
+  scratch_ = rooms_.scratch.take(scratch, stream_);
   if (decision.method == exec::Method::kPlan) operation_.find(plan_request());
   if (decision.method == exec::Method::kLowRank) operation_.find(program_.sum_of_lefts());
   if (decision.method != exec::Method::kGather || request.size == 1) return;
@@ -88,7 +84,7 @@ void GpuDevice::bind_feedback() {
   for (ArrayFeedback& each : array_feedback_) each.call = operations_ ^ rank() << 48;
   if (!codec_->adapts()) return;
   const std::size_t bytes = sizeof(GpuKeyState) * array_feedback_.size();
-  auto* key_state = reinterpret_cast<GpuKeyState*>(own_key_states_.take(bytes, stream_));
+  auto* key_state = reinterpret_cast<GpuKeyState*>(rooms_.key_states.take(bytes, stream_));
   check(api_, api_.fill(key_state, 0, bytes, stream_), "cudaMemsetAsync");
   for (ArrayFeedback& each : array_feedback_) each.span_feedback.key_state = key_state++;
 }
@@ -241,38 +237,38 @@ void GpuDevice::run_native() {
 
 // Places the payloads end to end, as the arrays are.
 void GpuDevice::place_payloads() {
-  places_.clear();
-  layout_.clear();
-  block_bytes_ = 0;
+  gathered_.places.clear();
+  gathered_.layout.clear();
+  gathered_.block_bytes = 0;
   for (const std::uint64_t each : program_.counts()) {
-    places_.push_back(block_bytes_);
-    block_bytes_ += codec_->payload_bytes(each);
-    if (codec_->slot_bytes() > 0) layout_.push_back(codec_->layout(each));
+    gathered_.places.push_back(gathered_.block_bytes);
+    gathered_.block_bytes += codec_->payload_bytes(each);
+    if (codec_->slot_bytes() > 0) gathered_.layout.push_back(codec_->layout(each));
   }
-  std::byte* const blocks = payloads_.take(block_bytes_ * size(), stream_);
-  blocks_.clear();
+  std::byte* const blocks = rooms_.payloads.take(gathered_.block_bytes * size(), stream_);
+  gathered_.blocks.clear();
   for (std::size_t r = 0; r < size(); ++r)
-    blocks_.push_back({blocks + r * block_bytes_, block_bytes_});
+    gathered_.blocks.push_back({blocks + r * gathered_.block_bytes, gathered_.block_bytes});
 }
 
 void GpuDevice::encode(std::span<const exec::SummedArray> arrays) {
   spans_of(arrays);
-  for (std::size_t i = 0; i < arrays.size(); ++i) spans_[i].payload = places_[i];
+  for (std::size_t i = 0; i < arrays.size(); ++i) spans_[i].payload = gathered_.places[i];
   prepare(spans_);
-  codec_->encode(spans_, {.out = blocks_[rank()].data}, scratch_, flags_, stream_);
+  codec_->encode(spans_, {.out = gathered_.blocks[rank()].data}, scratch_, flags_, stream_);
   adapt();
 }
 
 const exec::Request& GpuDevice::payload_phase() {
   phase_ = program_.phase(Collective::kAllGather, DType::kUInt8, ReduceOp::kSum);
   phase_.algorithm = program_.decision().algorithm;
-  phase_.inputs = {&blocks_[rank()], 1};
-  phase_.outputs = blocks_;
+  phase_.inputs = {&gathered_.blocks[rank()], 1};
+  phase_.outputs = gathered_.blocks;
   return phase_;
 }
 
 const exec::Request* GpuDevice::exchange_payloads() {
-  run_phase(payload_phase(), layout_);
+  run_phase(payload_phase(), gathered_.layout);
   return nullptr;
 }
 
@@ -281,10 +277,11 @@ void GpuDevice::add_up(std::span<const exec::SummedArray> arrays) {
   own_.assign(arrays.begin(), arrays.end());
   std::erase_if(own_, [](const exec::SummedArray& each) { return each.y == nullptr; });
   spans_of(own_);
-  for (std::size_t i = 0; i < own_.size(); ++i) spans_[i].payload = places_[own_[i].index];
+  for (std::size_t i = 0; i < own_.size(); ++i) spans_[i].payload = gathered_.places[own_[i].index];
   Decoding how;
-  how.payloads = {payloads_.data(), static_cast<std::int64_t>(block_bytes_), count(blocks_)};
-  how.factor = averages() ? static_cast<float>(1.0 / count(blocks_)) : 1;
+  how.payloads = {rooms_.payloads.data(), static_cast<std::int64_t>(gathered_.block_bytes),
+                  count(gathered_.blocks)};
+  how.factor = averages() ? static_cast<float>(1.0 / count(gathered_.blocks)) : 1;
   codec_->decode(spans_, how, flags_, stream_);
   mark(own_);
 }
@@ -292,17 +289,17 @@ void GpuDevice::add_up(std::span<const exec::SummedArray> arrays) {
 // ---- Factors -----------------------------------------------------------------------------------
 
 exec::Device::FactorRoom GpuDevice::take_factor_room(std::size_t left, std::size_t right) {
-  left_ = left;
-  right_ = right;
+  low_rank_.left = left;
+  low_rank_.right = right;
   const std::size_t doubles = aligned(8 * left), lefts = aligned(4 * left),
                     rights = aligned(4 * right), scales = aligned(8 * program_.counts().size());
-  std::byte* at = factors_.take(doubles + lefts + 2 * rights + scales, stream_);
-  columns_ = reinterpret_cast<double*>(at);
-  room_.left = reinterpret_cast<float*>(at += doubles);
-  room_.right = reinterpret_cast<float*>(at += lefts);
-  room_.own_right = reinterpret_cast<float*>(at += rights);
-  scales_ = reinterpret_cast<float*>(at + rights);
-  return room_;
+  std::byte* at = rooms_.factors.take(doubles + lefts + 2 * rights + scales, stream_);
+  low_rank_.columns = reinterpret_cast<double*>(at);
+  low_rank_.room.left = reinterpret_cast<float*>(at += doubles);
+  low_rank_.room.right = reinterpret_cast<float*>(at += lefts);
+  low_rank_.room.own_right = reinterpret_cast<float*>(at += rights);
+  low_rank_.scales = reinterpret_cast<float*>(at + rights);
+  return low_rank_.room;
 }
 
 // Makes room for the factors that keys remember.
@@ -314,50 +311,54 @@ void GpuDevice::remember(std::span<const exec::Matrix> matrices) {
 }
 
 void GpuDevice::list_matrices(std::span<const exec::Matrix> matrices) {
-  factored_.clear();
+  low_rank_.matrices.clear();
   for (const exec::Matrix& each : matrices) {
-    factored_.push_back({.of = each.of,
-                         .x = each.array.x,
-                         .y = each.array.y,
-                         .span_feedback = array_feedback_[each.array.index].span_feedback,
-                         .p = each.left,
-                         .room = columns_ + (each.left - room_.left),
-                         .q = each.right,
-                         .own_q = each.own_right,
-                         .scales = scales_ + 2 * factored_.size()});
+    low_rank_.matrices.push_back({.of = each.of,
+                                  .x = each.array.x,
+                                  .y = each.array.y,
+                                  .span_feedback = array_feedback_[each.array.index].span_feedback,
+                                  .p = each.left,
+                                  .room = low_rank_.columns + (each.left - low_rank_.room.left),
+                                  .q = each.right,
+                                  .own_q = each.own_right,
+                                  .scales = low_rank_.scales + 2 * low_rank_.matrices.size()});
     if (feedback_ == nullptr) continue;
     const GpuFeedback::DeviceKey& key = *table_->keys[each.in_memory.key];
     const std::size_t begin = each.in_memory.begin;
-    factored_.back().memory = {{key.memory[0] + begin, key.memory[1] + begin}, key.key_state};
+    low_rank_.matrices.back().memory = {{key.memory[0] + begin, key.memory[1] + begin},
+                                        key.key_state};
   }
 }
 
 void GpuDevice::make_left(std::span<const exec::Matrix> matrices) {
   if (feedback_ != nullptr) remember(matrices);
   list_matrices(matrices);
-  const int all = count(factored_);
-  check(api_, api_.start_factor(factored_.data(), all, stream_), "starting factors");
-  check(api_, api_.left_factor(factored_.data(), all, stream_), "making left factors");
+  const int all = count(low_rank_.matrices);
+  check(api_, api_.start_factor(low_rank_.matrices.data(), all, stream_), "starting factors");
+  check(api_, api_.left_factor(low_rank_.matrices.data(), all, stream_), "making left factors");
 }
 
 // It checks only the left factors, since any NaN or Inf of a matrix is in these.
 bool GpuDevice::make_right(std::span<const exec::Matrix>) {
-  const int all = count(factored_);
-  check(api_, api_.check_finite(room_.left, left_, flags_, stream_), "looking for NaN");
-  check(api_, api_.orthonormalise(factored_.data(), all, stream_), "orthonormalising");
-  check(api_, api_.right_factor(factored_.data(), all, stream_), "making right factors");
-  check(api_, api_.copy(room_.right, room_.own_right, 4 * right_, CopyKind::kOnDevice, stream_),
+  const int all = count(low_rank_.matrices);
+  check(api_, api_.check_finite(low_rank_.room.left, low_rank_.left, flags_, stream_),
+        "looking for NaN");
+  check(api_, api_.orthonormalise(low_rank_.matrices.data(), all, stream_), "orthonormalising");
+  check(api_, api_.right_factor(low_rank_.matrices.data(), all, stream_), "making right factors");
+  check(api_,
+        api_.copy(low_rank_.room.right, low_rank_.room.own_right, 4 * low_rank_.right,
+                  CopyKind::kOnDevice, stream_),
         "cudaMemcpyAsync");
   return true;
 }
 
 void GpuDevice::multiply(std::span<const exec::Matrix>) {
-  const int all = count(factored_);
+  const int all = count(low_rank_.matrices);
   const double factor = averages() ? 1.0 / program_.request().size : 1.0;
-  check(api_, api_.take_headroom(factored_.data(), all, stream_), "scaling factors");
-  check(api_, api_.product(factored_.data(), all, static_cast<float>(factor), stream_),
+  check(api_, api_.take_headroom(low_rank_.matrices.data(), all, stream_), "scaling factors");
+  check(api_, api_.product(low_rank_.matrices.data(), all, static_cast<float>(factor), stream_),
         "multiplying factors");
-  check(api_, api_.remember(factored_.data(), all, stream_), "remembering factors");
+  check(api_, api_.remember(low_rank_.matrices.data(), all, stream_), "remembering factors");
 }
 
 }  // namespace gradwire::cuda

@@ -73,7 +73,9 @@ class GpuDevice final : public exec::Device {
   exec::Program program_;
   GpuOperation operation_;
   NativeCall native_;
-  Room flags_room_, reported_room_, own_key_states_, codec_scratch_, payloads_, factors_;
+  struct Rooms {
+    Room flags, reported, key_states, scratch, payloads, factors;
+  } rooms_;
   std::uint32_t* own_flags_ = nullptr;
   // Pinned: the flags of all calls since take_flags(). A bit that the device sets meanwhile may be
   // returned twice, but is never lost.
@@ -96,16 +98,19 @@ class GpuDevice final : public exec::Device {
   std::vector<exec::SummedArray> own_;
   std::vector<GpuSpan> spans_;
   // Gathered payloads: a block for each rank, in which each array has a place.
-  std::size_t block_bytes_ = 0;
-  std::vector<exec::Array> blocks_;
-  std::vector<std::size_t> places_;
-  std::vector<Slotted> layout_;
-  // Factors.
-  std::size_t left_ = 0, right_ = 0;  // elements
-  double* columns_ = nullptr;
-  FactorRoom room_;
-  float* scales_ = nullptr;
-  std::vector<GpuMatrix> factored_;
+  struct Gathered {
+    std::size_t block_bytes = 0;
+    std::vector<exec::Array> blocks;
+    std::vector<std::size_t> places;
+    std::vector<Slotted> layout;
+  } gathered_;
+  struct LowRank {
+    std::size_t left = 0, right = 0;  // elements of the factors
+    double* columns = nullptr;
+    FactorRoom room;
+    float* scales = nullptr;
+    std::vector<GpuMatrix> matrices;
+  } low_rank_;
 };
 
 }  // namespace gradwire::cuda

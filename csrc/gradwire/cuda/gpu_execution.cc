@@ -28,13 +28,12 @@ void GpuExecution::run(const GpuCall& call, Messages& messages, const CallStream
   call_ = call;
   messages_ = &messages;
   stream_ = stream;
-  arrived_.clear();
+  arrived_.chunks.clear();
   results_.clear();
-  one_by_one_ = false;
+  arrived_.one_by_one = false;
   reserve();
   each_round([this](Sends sends, Receives receives) { run_round(sends, receives); });
-  pending_.swap(arrived_);
-  pending_one_by_one_ = one_by_one_;
+  std::swap(pending_, arrived_);
   const bool averages = are_finished_here();
   land_pending({}, averages);
   if (lossy()) decode_results();
@@ -102,13 +101,13 @@ void GpuExecution::place_store() {
 }
 
 void GpuExecution::run_round(Sends sends, Receives receives) {
-  pending_.swap(arrived_);
-  arrived_.clear();
-  pending_one_by_one_ = std::exchange(one_by_one_, false);
+  std::swap(pending_, arrived_);
+  arrived_.chunks.clear();
+  arrived_.one_by_one = false;
   second_half_ = !second_half_;
   used_ = second_half_ ? half_bytes_ : 0;
   place_sends(sends);
-  if (pending_one_by_one_) land_pending(sends, /*averages=*/false);  // encoders cannot add these
+  if (pending_.one_by_one) land_pending(sends, /*averages=*/false);  // encoders cannot add these
   if (lossy()) encode_sends(sends);
   land_pending(sends, /*averages=*/false);
   if (!lossy() && call_.plan->divisor() > 1) average(sends);
@@ -243,15 +242,16 @@ void GpuExecution::receive(const Frame& frame, Sends sends) {
 void GpuExecution::note(const Chunk& chunk, std::size_t at) {
   const bool adds = chunk.landing == schedule::Landing::kReduce;
   const auto before =
-      std::find_if(arrived_.rbegin(), arrived_.rend(),
+      std::find_if(arrived_.chunks.rbegin(), arrived_.chunks.rend(),
                    [&](const ArrivedChunk& each) { return same_elements(*each.chunk, chunk); });
-  if (before == arrived_.rend()) return arrived_.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
+  if (before == arrived_.chunks.rend())
+    return arrived_.chunks.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
   const auto count = static_cast<std::size_t>(before->addends);
   if (count == 1) before->stride = at - before->at;
   if (!adds || count == 0 || chunk.wide.begins || at != before->at + count * before->stride) {
     if (count == 1) before->stride = 0;
-    one_by_one_ = true;
-    return arrived_.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
+    arrived_.one_by_one = true;
+    return arrived_.chunks.push_back({&chunk, &chunk, at, 0, adds ? 1 : 0});
   }
   before->last = &chunk;
   ++before->addends;
@@ -259,20 +259,20 @@ void GpuExecution::note(const Chunk& chunk, std::size_t at) {
 
 // Returns the one landing of a chunk that an encoder can add; null if there is none.
 GpuExecution::ArrivedChunk* GpuExecution::pending(const Chunk& chunk) {
-  if (pending_one_by_one_) return nullptr;
+  if (pending_.one_by_one) return nullptr;
   const auto found = std::ranges::find_if(
-      pending_, [&](const ArrivedChunk& each) { return same_elements(*each.chunk, chunk); });
-  return found == pending_.end() || found->addends == 0 ? nullptr : &*found;
+      pending_.chunks, [&](const ArrivedChunk& each) { return same_elements(*each.chunk, chunk); });
+  return found == pending_.chunks.end() || found->addends == 0 ? nullptr : &*found;
 }
 
 // Lands what the round before has brought, as far as no encoder has added it. `averages`: all of it
 // is this rank's result.
 void GpuExecution::land_pending(Sends sends, bool averages) {
-  for (ArrivedChunk& each : pending_) {
+  for (ArrivedChunk& each : pending_.chunks) {
     if (std::exchange(each.taken, true)) continue;
     const bool finishes = averages || (averages_with_folds() && is_finished(*each.chunk, sends));
     land(each, finishes);
-    if (pending_one_by_one_) start_landing();
+    if (pending_.one_by_one) start_landing();
   }
   start_landing();
 }
@@ -402,7 +402,7 @@ bool GpuExecution::are_finished_here() const {
   if (finished.empty() || !averages_with_folds()) return false;
   const auto key = [](const Span& span) { return std::tuple(span.array, span.offset); };
   std::vector<Span> landed;
-  for (const ArrivedChunk& each : pending_) {
+  for (const ArrivedChunk& each : pending_.chunks) {
     const auto spans = call_.plan->spans(*each.chunk);
     if (each.addends == 0 || is_wide(*each.chunk)) return false;
     landed.insert(landed.end(), spans.begin(), spans.end());
@@ -416,7 +416,7 @@ bool GpuExecution::are_finished_here() const {
 // Returns whether an average is part of the fold that stands last. Sums of 16-bit floats that are
 // rounded alone are rounded anew when they are averaged, as on CPUs.
 bool GpuExecution::averages_with_folds() const {
-  return !lossy() && !pending_one_by_one_ && call_.plan->divisor() > 1 &&
+  return !lossy() && !pending_.one_by_one && call_.plan->divisor() > 1 &&
          codec::wide_kernels(call_.plan->spec().dtype, call_.plan->spec().op) == nullptr;
 }
 

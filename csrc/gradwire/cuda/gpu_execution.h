@@ -122,10 +122,12 @@ class GpuExecution {
   std::size_t half_bytes_ = 0, used_ = 0;
   bool second_half_ = false;
   std::uint64_t sent_ = 0;
-  std::vector<std::size_t> store_places_;                 // of finished chunks, by their first span
-  std::vector<const std::byte*> outgoing_;                // where the message of each send lies
-  std::vector<ArrivedChunk> arrived_, pending_;           // in this round, and in the one before
-  bool one_by_one_ = false, pending_one_by_one_ = false;  // whether their landings are one by one
+  std::vector<std::size_t> store_places_;   // of finished chunks, by their first span
+  std::vector<const std::byte*> outgoing_;  // where the message of each send lies
+  struct Arrivals {
+    std::vector<ArrivedChunk> chunks;
+    bool one_by_one = false;                 // whether their landings are
+  } arrived_, pending_;                      // in this round, and in the one before
   std::vector<const exec::Chunk*> results_;  // in the store; they are decoded at the end
   Launch launch_;                            // that is being put together
   std::vector<GpuSpan> spans_;

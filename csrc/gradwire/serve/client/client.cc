@@ -245,7 +245,7 @@ bool Client::merge(const Gradients& gradients, const PushOptions& options, Deadl
     call->deadline_ = std::max(call->deadline_, deadline);
   }
   const std::lock_guard lock(mutex_);
-  ++merged_count_;
+  ++counts_.merged;
   if (first) call->versions_ = options.versions.empty() ? versions_ : options.versions;
   return true;
 }
@@ -257,12 +257,12 @@ std::vector<std::uint64_t> Client::versions() const {
 
 std::uint64_t Client::merged() const {
   const std::lock_guard lock(mutex_);
-  return merged_count_;
+  return counts_.merged;
 }
 
 std::uint64_t Client::stale() const {
   const std::lock_guard lock(mutex_);
-  return stale_count_;
+  return counts_.stale;
 }
 
 }  // namespace gradwire::serve

@@ -209,7 +209,9 @@ class Client {
   std::vector<std::shared_ptr<ClientCall>> submitted_;
   std::vector<std::uint64_t> versions_;
   std::size_t unacknowledged_ = 0;  // pushes
-  std::uint64_t merged_count_ = 0, stale_count_ = 0;
+  struct {
+    std::uint64_t merged = 0, stale = 0;
+  } counts_;
   std::exception_ptr failure_;
   bool closing_ = false;
 

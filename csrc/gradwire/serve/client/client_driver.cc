@@ -286,7 +286,7 @@ void Client::refused(ShardLink& link, ClientCall& call, const ServeMessage& repl
   if (why == Refusal::kStale) {
     {
       const std::lock_guard lock(mutex_);
-      ++stale_count_;
+      ++counts_.stale;
     }
     const std::size_t shard = index_of(link);
     if (call.sent_.empty()) return;
