@@ -33,6 +33,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
+from bench.network import long_link_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training import trace_cost
@@ -397,6 +398,12 @@ def serve(results: Path) -> list[str]:
     return _of(path, [*serve_report.summary(found), "", *serve_report.goal_table(found)])
 
 
+def long_links(results: Path) -> list[str]:
+    """How full an all_reduce makes a long link, beside plain TCP streams."""
+    path = newest(results, "long-link-*.json")
+    return _of(path, long_link_report.table(_loaded(path)))
+
+
 def traces(results: Path) -> list[str]:
     """The cost of recording, in training steps and calls."""
     files = sorted(results.glob("trace-cost-*.json"))
@@ -440,6 +447,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "stragglers": stragglers,
     "real-stragglers": real_stragglers,
     "serve": serve,
+    "long-link": long_links,
     "trace-cost": traces,
 }
 

@@ -29,6 +29,7 @@ from hosts import Rank
 
 from bench.common import report
 from bench.common.machine import OtherLoad
+from bench.network.long_link_report import document
 
 PROGRAM = Path(__file__).parents[2] / "build" / "release" / "bench_long_link"
 ADDRESSES = "10.99.0.1", "10.99.0.2"
@@ -161,23 +162,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         cases.append({"link": link, "mbit": rates})
         print(f"{link}: { {name: round(statistics.median(each)) for name, each in rates.items()} }")
     return {"bytes": options.bytes, "cases": cases}
-
-
-def document(found: dict[str, Any], stem: str) -> str:
-    """The page of the results."""
-    names = list(found["cases"][0]["mbit"])
-    rows = []
-    for case in found["cases"]:
-        mbit, milliseconds, loss = case["link"]
-        where = f"{mbit:g} Mbit/s, {milliseconds:g} ms{f', loss {loss:.1%}' * bool(loss)}"
-        rows.append([where, *(f"{statistics.median(case['mbit'][name]):.0f}" for name in names)])
-    return report.document(
-        "A long link",
-        f"{report.origin(found)} {stem}.json. Median Mbit/s each way of "
-        f"{report.size(found['bytes'])} between two ranks: gradwire by GRADWIRE_TCP_STREAMS, plain "
-        "TCP by the number of streams.",
-        report.table(" | ".join(["link", *names]), rows),
-    )
 
 
 def main() -> None:
