@@ -111,6 +111,8 @@ def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int
             socks = [stack.enter_context(each) for each in connected(rank, streams)]
             data, found = memoryview(bytes(part)), []
             for _ in range(1 + turns):
+                socks[0].sendall(b"x")  # neither begins before the other is there
+                assert socks[0].recv(1)
                 start = time.perf_counter()
                 movers = [threading.Thread(target=move, args=(sock, data)) for sock in socks]
                 for each in movers:

@@ -125,6 +125,9 @@ VARIABLES: dict[str, tuple[str, str]] = {
 }
 
 
+MOST_STREAMS = 16  # between two ranks
+
+
 # A value is read, or refused by a ValueError that says what it is not, and what to use.
 _Parser = Callable[[str], object]
 
@@ -146,10 +149,8 @@ def _whole(what: str, least: int, most: float = math.inf) -> _Parser:
 
 
 def _whole_or_auto(what: str, least: int, most: float) -> _Parser:
-    def parse(given: str) -> float | None:
-        return None if given == "auto" else _whole(what, least, most)(given)  # type: ignore[return-value]
-
-    return parse
+    number = _whole(what, least, most)
+    return lambda given: None if given == "auto" else number(given)
 
 
 def _seconds(least: float, most: float = math.inf, what: str = "a time") -> _Parser:
@@ -268,7 +269,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_MIN_RANKS": _whole("a number of ranks", 1),
     "GRADWIRE_SLOT_ENDS": _seconds(0, what="a time since 1970"),
     "GRADWIRE_SLOT_MARGIN": _seconds(0, 1e6),
-    "GRADWIRE_TCP_STREAMS": _whole_or_auto("a number of streams", 1, 16),
+    "GRADWIRE_TCP_STREAMS": _whole_or_auto("a number of streams", 1, MOST_STREAMS),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": _seconds(1, 3600),
     "GRADWIRE_STALL_SECONDS": _seconds(0, 1e6),
     "GRADWIRE_MODEL": _file,

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
+from gradwire._base.environment import MOST_STREAMS
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import BACKLOG, Admitted, Authenticator
@@ -37,7 +38,7 @@ from gradwire._bootstrap.mesh import (
     choose_transport,
     unpack_address_info,
 )
-from gradwire._bootstrap.streams import MOST_STREAMS, further_streams
+from gradwire._bootstrap.streams import further_streams
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface, Target, family_of, is_loopback
@@ -87,7 +88,8 @@ def connect_mesh(
     mesh = Mesh(job, rank, size, communicator, (host_identity(),) * size, {}, interface)
     mesh.job_ranks = tuple(job_ranks)
     if size > 1:
-        attempt = _Attempt(mesh, tuple(transports), deadline, raise_if_peer_failed, lost_peer_error)
+        asks = _one_at_a_time(raise_if_peer_failed)
+        attempt = _Attempt(mesh, tuple(transports), deadline, asks, lost_peer_error)
         try:
             attempt.run(exchange)
         except BaseException:
@@ -280,19 +282,16 @@ class _Attempt:
 
     def _peer(self, peer: int, transport: str) -> Peer:
         links = {
-            lane: Link(transport, self._sockets[peer, purpose, 0], self._streams(peer, purpose))
+            lane: Link(transport, self._sockets[peer, purpose, 0])
             for lane, purpose in _LANES.items()
         }
+        links["collective"] = links["collective"]._replace(streams=self._streams(peer))
         same_host = self._addresses[peer].host == self._own.host
         return Peer(same_host, self._sockets[peer, Purpose.CONTROL, 0], links)
 
-    def _streams(self, peer: int, lane: Purpose) -> tuple[socket.socket, ...]:
-        if lane != Purpose.COLLECTIVE:
-            return ()
-        numbers = sorted(
-            number for of, what, number in self._sockets if (of, what) == (peer, Purpose.STREAM)
-        )
-        return tuple(self._sockets[peer, Purpose.STREAM, number] for number in numbers)
+    def _streams(self, peer: int) -> tuple[socket.socket, ...]:
+        mine = {key: sock for key, sock in self._sockets.items() if key[0] == peer}
+        return tuple(mine[key] for key in sorted(mine) if key[1] == Purpose.STREAM)
 
 
 class _Acceptor:
@@ -382,6 +381,17 @@ class _Acceptor:
                 f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
                 f"{hello.target} for {hello.purpose.name.lower()}"
             )
+
+
+def _one_at_a_time(call: Callable[[float], None]) -> Callable[[float], None]:
+    """The call for threads that connect streams: what it asks need not be for several threads."""
+    lock = threading.Lock()
+
+    def locked(seconds: float) -> None:
+        with lock:
+            call(seconds)
+
+    return locked
 
 
 def _key(hello: Hello) -> tuple[int, Purpose, int]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from gradwire._base import environment
 
-MOST_STREAMS = 16
 MOST_BY_ITSELF = 8
 NEAR = 0.002  # seconds: in a round trip below this one stream fills every link
 RATE = 1.25e8  # bytes a second, at least which links between sites are taken to have

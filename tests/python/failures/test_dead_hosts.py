@@ -66,6 +66,15 @@ def reduce_for_ever(comm: Communicator, pipe: Any, algorithm: str) -> tuple[floa
     return failure_of(call)
 
 
+def await_rank_2(comm: Communicator, pipe: Any) -> tuple[float, int, str]:
+    """Rank 0 waits for a message, and the others in a barrier."""
+    comm.barrier()
+    pipe.send("under way")
+    if comm.rank == 0:
+        return failure_of(lambda: comm.recv(np.empty(1), src=2))
+    return failure_of(comm.barrier)
+
+
 def await_word(rank: Rank) -> None:
     assert rank.pipe.poll(hosts.LIMIT)
     assert rank.pipe.recv() == "under way"
@@ -105,13 +114,7 @@ def test_a_cut_host_is_named_on_all_ranks(network: Network, algorithm: str) -> N
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_cut_host_is_named_within_5_seconds_by_default(network: Network, waits: bool) -> None:
     def body(comm: Communicator, pipe: Any) -> tuple[float, int, str]:
-        if not waits:
-            return reduce_for_ever(comm, pipe, "ring")
-        comm.barrier()
-        pipe.send("under way")
-        if comm.rank == 0:
-            return failure_of(lambda: comm.recv(np.empty(1), src=2))
-        return failure_of(comm.barrier)
+        return await_rank_2(comm, pipe) if waits else reduce_for_ever(comm, pipe, "ring")
 
     with network.start(PLACES, body, timeout=60) as ranks:
         for rank in ranks:
