@@ -11,6 +11,9 @@ once its imports are. torchrun's is from the kill to the first step of all; it l
 Where torchft is installed, `--ways torchft` measures it too, over gloo, with torchft's own limits,
 and `--ways torchft-1s` with 1 s in place of 5 after which a silent replica counts as dead.
 
+With `--ways host torchft-host` each rank has a host of its own (a network namespace: needs root),
+and one host's link is cut: nobody closes a socket, and no process ends.
+
 The cost without change is that of a step in a session on two ranks, beside a step that averages
 gradients and buffers in the same way without anything else of the session (no barrier of `commit`,
 no copies of buffers, no sampler), and beside DistributedDataParallel with gradwire's hook:
@@ -26,6 +29,7 @@ Writes bench/results/elastic-DATE.json, .md and .png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -39,14 +43,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
+from namespaces import Switch
+
 from bench.collectives.compare import interval
 from bench.common import report
 from bench.common.machine import OtherLoad
 
 RANKS, VICTIM = 3, 1
 _LIMIT = 240.0  # seconds for one event
+_PORT = 29500  # on a host of our own
 _COSTS = {1: (20, 60), 25: (3, 25)}  # millions of parameters -> steps of a block, and blocks
 _PROGRAM = [sys.executable, "-m", "bench.training.elastic_ranks"]
+Loss = contextlib.AbstractContextManager[None]
 
 
 class Line(NamedTuple):
@@ -90,8 +99,8 @@ def main() -> int:
     )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 25, 100], help="parameters")
     ways = ["shm", "1gbit", "torchrun"]
-    others = ["1gbit-fp16", "1gbit-int8", "1gbit-onebit", "torchft", "torchft-1s"]
-    parser.add_argument("--ways", nargs="+", choices=[*ways, *others], default=ways)
+    others = ["1gbit-fp16", "1gbit-int8", "1gbit-onebit", *_MEASURES]
+    parser.add_argument("--ways", nargs="+", choices={*ways, *others}, default=ways)
     parser.add_argument("--repeats", type=int, default=3, help="losses of a case")
     parser.add_argument("--only", choices=("changes", "cost"), help="one half of it")
     parser.add_argument("--stem", type=Path, help="of the files")
@@ -143,19 +152,90 @@ def _elastic(millions: int, way: str, repeats: int) -> dict[str, Any]:
         return _case(millions, way, _changes(log, start, repeats), log)
 
 
-def _torchft(millions: int, way: str, repeats: int) -> dict[str, Any]:
-    """The times of a training by torchft, over gloo."""
+class Hosts:
+    """Hosts of one rank each, and one more; which rank's process is on which."""
+
+    def __init__(self, network: Switch) -> None:
+        self.network = network
+        self._free = list(range(RANKS + 1))
+        self._host_of: dict[int, int] = {}  # by process
+
+    def start(self, environment: Callable[[str], Mapping[str, str]]) -> subprocess.Popen[bytes]:
+        """Starts a rank on a free host; its environment depends on the host's address."""
+        host = self._free.pop(0)
+        given = environment(self.address(host))
+        started = self.network.hosts[host].run(lambda: subprocess.Popen(_PROGRAM, env=given))
+        self._host_of[started.pid] = host
+        return started
+
+    def address(self, host: int) -> str:
+        """By which the others reach a host."""
+        return f"10.77.0.{host + 1}"
+
+    @contextlib.contextmanager
+    def lose(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Meanwhile the host of the process is cut off; then the process ends."""
+        host = self._host_of.pop(process.pid)
+        with self.network.cut(host):
+            yield
+            process.kill()
+            process.wait()
+        self._free.append(host)
+
+
+def _hosts(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The times of a training that goes on when a host is lost."""
+    job, secret = f"bench-{secrets.token_hex(4)}", secrets.token_hex(16)
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(contextlib.closing(Switch(RANKS + 1)))
+        hosts = Hosts(network)
+        store = f"tcp://{hosts.address(0)}:{_PORT}"  # rank 0 serves it
+        log = Log(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log")
+        shared = {"GRADWIRE_STORE": store, "GRADWIRE_SECRET": secret, "GRADWIRE_JOB": job}
+        size = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": "1"}
+
+        def start(rank: int, **more: str) -> subprocess.Popen[bytes]:
+            given = {**shared, **size, "LOCAL_RANK": "0", **more}
+            return hosts.start(lambda _: {**_environment(log, millions, rank), **given})
+
+        return _case(millions, way, _changes(log, start, repeats, hosts.lose), log)
+
+
+def _torchft_hosts(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The same of torchft; its lighthouse is on the first rank's host."""
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(contextlib.closing(Switch(RANKS + 1)))
+        hosts = Hosts(network)
+        lighthouse = network.hosts[0].run(lambda: _lighthouse(5000))
+        stack.callback(lighthouse.shutdown)
+        log = Log(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log")
+        url = f"http://{hosts.address(0)}:{lighthouse.address().rpartition(':')[2]}"
+        shared = {"BENCH_TORCHFT": "1", "TORCHFT_LIGHTHOUSE": url, "GLOO_SOCKET_IFNAME": "eth0"}
+
+        def start(rank: int, **_: str) -> subprocess.Popen[bytes]:
+            given = _environment(log, millions, rank, **shared)
+            return hosts.start(lambda address: {**given, "BENCH_ADDRESS": address})
+
+        return _case(millions, way, _changes(log, start, repeats, hosts.lose), log)
+
+
+def _lighthouse(heartbeat_timeout_ms: int) -> Any:
     from torchft.coordination import LighthouseServer
 
     # The times of torchft's README. By LighthouseServer's own, 100 ms, two of three replicas form a
     # quorum without the third in each step, and each quorum costs a step: it never has all three.
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0",
+    return LighthouseServer(
+        bind="0.0.0.0:0",
         min_replicas=RANKS - 1,
         join_timeout_ms=10000,
         quorum_tick_ms=100,
-        heartbeat_timeout_ms=1000 if way == "torchft-1s" else 5000,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
+
+
+def _torchft(millions: int, way: str, repeats: int) -> dict[str, Any]:
+    """The times of a training by torchft, over gloo."""
+    lighthouse = _lighthouse(1000 if way == "torchft-1s" else 5000)
     port = lighthouse.address().rpartition(":")[2]
     with tempfile.TemporaryDirectory() as scratch:
         log = Log(Path(scratch) / "log")
@@ -171,15 +251,25 @@ def _torchft(millions: int, way: str, repeats: int) -> dict[str, Any]:
             lighthouse.shutdown()
 
 
+@contextlib.contextmanager
+def _kill(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    process.kill()
+    yield
+
+
 def _changes(
-    log: Log, start: Callable[..., subprocess.Popen[bytes]], repeats: int
+    log: Log,
+    start: Callable[..., subprocess.Popen[bytes]],
+    repeats: int,
+    lose: Callable[[subprocess.Popen[bytes]], Loss] = _kill,
 ) -> list[dict[str, float]]:
     """The times of so many losses and joins of a training that is started here."""
     ranks = [start(rank) for rank in range(RANKS)]
     try:
         log.wait(lambda line: line.step >= 5 and line.ranks == RANKS)
         return [
-            _lose_and_join(log, ranks, lambda: start(0, GRADWIRE_JOIN="1")) for _ in range(repeats)
+            _lose_and_join(log, ranks, lose, lambda: start(0, GRADWIRE_JOIN="1"))
+            for _ in range(repeats)
         ]
     finally:
         for each in ranks:
@@ -188,13 +278,16 @@ def _changes(
 
 
 def _lose_and_join(
-    log: Log, ranks: list[subprocess.Popen[bytes]], start: Callable[[], subprocess.Popen[bytes]]
+    log: Log,
+    ranks: list[subprocess.Popen[bytes]],
+    lose: Callable[[subprocess.Popen[bytes]], Loss],
+    start: Callable[[], subprocess.Popen[bytes]],
 ) -> dict[str, float]:
     killed = time.monotonic()
-    ranks.pop(VICTIM).kill()
-    next_step = log.wait(
-        lambda line: line.at > killed and line.ranks == RANKS - 1 and line.step > 0
-    )
+    with lose(ranks.pop(VICTIM)):
+        next_step = log.wait(
+            lambda line: line.at > killed and line.ranks == RANKS - 1 and line.step > 0
+        )
     started = time.monotonic()
     ranks.append(start())
     new = ranks[-1].pid
@@ -245,7 +338,13 @@ def _restarted(millions: int, way: str, repeats: int) -> dict[str, Any]:
         return _case(millions, way, times, log)
 
 
-_MEASURES = {"torchrun": _restarted, "torchft": _torchft, "torchft-1s": _torchft}
+_MEASURES = {
+    "torchrun": _restarted,
+    "torchft": _torchft,
+    "torchft-1s": _torchft,
+    "host": _hosts,
+    "torchft-host": _torchft_hosts,
+}
 
 
 def _case(millions: int, way: str, times: list[dict[str, float]], log: Log) -> dict[str, Any]:

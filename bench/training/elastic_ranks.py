@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -98,7 +99,11 @@ def train_torchft(millions: int) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = os.environ.get("BENCH_ADDRESS")
+    if address is not None:  # all namespaces have this machine's name; checkpoints are served there
+        socket.gethostname = lambda: address
+    address = address or "127.0.0.1"
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=datetime.timedelta(seconds=5)),  # as its train_ddp.py
         load_state_dict=load,
@@ -106,10 +111,10 @@ def train_torchft(millions: int) -> None:
         min_replica_size=2,
         rank=0,
         world_size=1,
-        store_addr="127.0.0.1",
+        store_addr=address,
         store_port=store.port,
         replica_id=f"bench{os.getpid()}",
-        hostname="127.0.0.1",
+        hostname=address,
     )
 
     class Replica(torchft.DistributedDataParallel):
