@@ -80,8 +80,12 @@ def job(network: Network, seed: int, count: int) -> int:
 
 def jobs(network: Network, seed: int, count: int) -> int:
     """Runs cases in one job after the other, each of which is short enough for hosts.LIMIT."""
-    starts = range(0, count, TURNS)
-    return sum(job(network, seed + first, min(TURNS, count - first)) for first in starts)
+    right = 0
+    for first in range(0, count, TURNS):
+        cases = min(TURNS, count - first)
+        right += (found := job(network, seed + first, cases))
+        print(f"seed {seed + first}: {found} of {cases} right", flush=True)
+    return right
 
 
 def main() -> None:

@@ -65,7 +65,6 @@ class Rank:
         """Kills the process where it has not ended."""
         self._process.kill()
         self._process.join()
-        self._process.close()
         self.pipe.close()
 
 
