@@ -72,7 +72,7 @@ void all_reduce(Communicator& communicator, DType dtype, Array array, const AllR
   request.timeout = options.timeout;
   request.inputs = request.outputs = {&array, 1};
   if (options.codec != "none") request.codec = codec::make_codec(options.codec);
-  const codec::KeyedExtent key{options.key, array.count};
+  const codec::KeyedArray key{options.key, array.count};
   if (options.feedback) {
     request.feedback = options.feedback;
     request.keys = {&key, 1};

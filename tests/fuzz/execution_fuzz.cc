@@ -111,14 +111,14 @@ void collective(std::string_view algorithm, std::string_view codec, bool exact,
                 const std::vector<Edit>& edits) {
   const std::array plans{plan_of(algorithm, codec, 0), plan_of(algorithm, codec, 1)};
   std::array values{values_of(0), values_of(1)};
-  std::array extents{reinterpret_cast<std::byte*>(values[0].data()),
-                     reinterpret_cast<std::byte*>(values[1].data())};
+  std::array arrays{reinterpret_cast<std::byte*>(values[0].data()),
+                    reinterpret_cast<std::byte*>(values[1].data())};
   std::array<exec::Execution, 2> executions;
   for (Rank rank : {0, 1}) {
     const auto at = static_cast<std::size_t>(rank);
     exec::Execution::Call call;
     call.plan = &plans[at];
-    call.arrays = {&extents[at], 1};
+    call.arrays = {&arrays[at], 1};
     call.rank = rank;
     call.communicator = kCommunicator;
     call.operation = 3;

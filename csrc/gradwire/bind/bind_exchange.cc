@@ -23,10 +23,10 @@ using Keys = std::vector<std::pair<std::string, std::size_t>>;
 std::shared_ptr<ExchangePayloads> open(std::shared_ptr<ErrorFeedback> feedback, const Keys& keys) {
   auto payloads = std::make_shared<ExchangePayloads>();
   if (!feedback) return payloads;
-  std::vector<codec::KeyedExtent> extents;
-  for (const auto& [key, count] : keys) extents.push_back({key, count});
+  std::vector<codec::KeyedArray> arrays;
+  for (const auto& [key, count] : keys) arrays.push_back({key, count});
   payloads->feedback = std::move(feedback);
-  payloads->transaction.open(*payloads->feedback, extents);
+  payloads->transaction.open(*payloads->feedback, arrays);
   return payloads;
 }
 

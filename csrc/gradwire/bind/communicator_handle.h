@@ -52,7 +52,7 @@ class OwnedRequest {
   std::string algorithm_;
   std::shared_ptr<schedule::Schedule> schedule_;
   std::vector<exec::Array> inputs_, outputs_;
-  std::vector<codec::KeyedExtent> keys_;
+  std::vector<codec::KeyedArray> keys_;
   std::vector<exec::Shape> shapes_;
   std::string label_, moved_, shape_, name_;
 };

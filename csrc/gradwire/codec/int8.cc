@@ -10,7 +10,7 @@
 //
 // rounding=nearest: ties to even; |q| <= 127 follows. rounding=stochastic: t := v · inverse limited
 // to ±127, q := floor(t) + (u < t − floor(t)), u uniform in [0, 1) with 23 bits, so that the mean
-// of q is t to 2^-23. u depends on (seed, call, index of the element in its extent) alone: it is
+// of q is t to 2^-23. u depends on (seed, call, index of the element in its array) alone: it is
 // (h >> 9) / 2^23, h the element's number by codec/simd/simd_random.h, whose blocks are those here.
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/spec.h"

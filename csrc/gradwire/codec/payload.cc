@@ -155,8 +155,8 @@ std::size_t encode_array(const Codec& codec, const float* x, MatrixShape shape, 
   context.codec_state = &codec_state;
   Transaction transaction;
   if (feedback != nullptr) {
-    const KeyedExtent extent{key, n};
-    transaction.open(*feedback, {&extent, 1});
+    const KeyedArray array{key, n};
+    transaction.open(*feedback, {&array, 1});
     context = transaction.context(0);
   }
   const bool finite = finite_sum(x, n, context);

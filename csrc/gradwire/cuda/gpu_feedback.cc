@@ -11,14 +11,14 @@
 namespace gradwire::cuda {
 namespace {
 
-void check_keys(std::span<const codec::KeyedExtent> arrays) {
+void check_keys(std::span<const codec::KeyedArray> arrays) {
   std::set<std::string_view> seen;
   for (const auto& each : arrays)
     if (!seen.insert(each.key).second)
       throw InvalidArgument("error feedback: key '" + each.key + "' is given twice in one call");
 }
 
-void check_length(const codec::KeyedExtent& array, std::size_t stored) {
+void check_length(const codec::KeyedArray& array, std::size_t stored) {
   if (stored == array.count) return;
   throw InvalidArgument("error feedback: key '" + array.key + "' has a residual of " +
                         std::to_string(stored) + " elements, this call has " +
@@ -63,7 +63,7 @@ float* GpuFeedback::zeros(OwnedKey& owned, std::uint64_t count, Stream stream) {
   return data;
 }
 
-GpuFeedback::OwnedKey& GpuFeedback::make(const codec::KeyedExtent& array, Stream stream) {
+GpuFeedback::OwnedKey& GpuFeedback::make(const codec::KeyedArray& array, Stream stream) {
   auto owned = std::make_unique<OwnedKey>();
   DeviceKey& key = owned->key;
   Room& room = owned->rooms.emplace_back(api_);
@@ -95,7 +95,7 @@ void GpuFeedback::remember(const KeyTable& table, std::span<const std::uint64_t>
     }
 }
 
-GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedExtent& array, Stream stream) {
+GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedArray& array, Stream stream) {
   const auto found = keys_.find(array.key);
   if (found != keys_.end()) return *found->second;
   const auto start = host_->take(array.key);
@@ -105,7 +105,7 @@ GpuFeedback::OwnedKey& GpuFeedback::find(const codec::KeyedExtent& array, Stream
   return owned;
 }
 
-const GpuFeedback::KeyTable& GpuFeedback::open(std::span<const codec::KeyedExtent> arrays,
+const GpuFeedback::KeyTable& GpuFeedback::open(std::span<const codec::KeyedArray> arrays,
                                                const CallStream& stream) {
   names_.clear();
   for (const auto& each : arrays) names_.push_back(each.key);
@@ -151,9 +151,9 @@ std::unique_ptr<GpuFeedback::OwnedTable> GpuFeedback::make_table(Stream stream) 
   return made;
 }
 
-void GpuFeedback::require_fits(std::span<const codec::KeyedExtent> arrays) const {
+void GpuFeedback::require_fits(std::span<const codec::KeyedArray> arrays) const {
   check_keys(arrays);
-  std::optional<std::vector<codec::KeyedExtent>> of_host;
+  std::optional<std::vector<codec::KeyedArray>> of_host;
   for (const auto& each : arrays) {
     if (const auto found = keys_.find(each.key); found != keys_.end()) {
       check_length(each, found->second->key.count);

@@ -51,11 +51,11 @@ class GpuFeedback {
 
   // Throws InvalidArgument for a key whose residual has another length, here or at the host's error
   // feedback, and for one that is given twice.
-  void require_fits(std::span<const codec::KeyedExtent> arrays) const;
+  void require_fits(std::span<const codec::KeyedArray> arrays) const;
   // Finds the keys of a call, for which require_fits() did not throw, and makes new ones. Throws
   // InvalidArgument for a new one in a call that is captured. A table stays valid until kMostTables
   // others were made, and then for as long as a step has it.
-  const KeyTable& open(std::span<const codec::KeyedExtent> arrays, const CallStream& stream);
+  const KeyTable& open(std::span<const codec::KeyedArray> arrays, const CallStream& stream);
   // Makes room for the memory of each key: `counts` elements.
   void remember(const KeyTable& table, std::span<const std::uint64_t> counts,
                 const CallStream& stream);
@@ -110,8 +110,8 @@ class GpuFeedback {
   };
   void begin_flags(Stream stream);
   void note_end(Stream stream);
-  OwnedKey& find(const codec::KeyedExtent& array, Stream stream);
-  OwnedKey& make(const codec::KeyedExtent& array, Stream stream);
+  OwnedKey& find(const codec::KeyedArray& array, Stream stream);
+  OwnedKey& make(const codec::KeyedArray& array, Stream stream);
   std::unique_ptr<OwnedTable> make_table(Stream stream);
   void evict_tables();
   void make_memory(OwnedKey& owned, std::uint64_t count, Stream stream);

@@ -10,7 +10,7 @@ namespace gradwire::exec {
 namespace {
 
 // A rank that has waited for so long announces whom it waits for.
-constexpr double kAnnounceSeconds = 0.1;
+constexpr double kAnnounceWaitSeconds = 0.1;
 // How long a rank waits for answers to a query on behalf of another.
 constexpr double kRelaySeconds = 0.2;
 // How long before a deadline the ranks are asked for their positions.
@@ -47,8 +47,8 @@ void Liveness::start_waiting() {
   waits_since_ = Deadline::Clock::now();
   stalls.start_idle();
   const double longest =
-      driver_.current == nullptr ? kAnnounceSeconds : driver_.current->timeout / 2;
-  announce_at_ = Deadline::after(std::min(longest, kAnnounceSeconds));
+      driver_.current == nullptr ? kAnnounceWaitSeconds : driver_.current->timeout / 2;
+  announce_at_ = Deadline::after(std::min(longest, kAnnounceWaitSeconds));
 }
 
 void Liveness::stop_waiting() {

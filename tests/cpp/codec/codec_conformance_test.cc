@@ -96,7 +96,7 @@ class CodecConformance : public testing::TestWithParam<std::string> {
     return codec_state;
   }
 
-  // The run [begin, end) of an extent.
+  // The run [begin, end) of an array.
   Sent encode(const Values& x, const Values& residual, CodecState codec_state, std::size_t begin,
               std::size_t end) const {
     Sent sent{Payload(codec_->max_bytes(end - begin)), Values(end - begin, 7.0F)};

@@ -29,8 +29,8 @@ std::string refusal(const std::function<void()>& call) {
   return "";
 }
 
-void book(Transaction& transaction, std::size_t extent, const Values& values) {
-  keep(transaction.context(extent), values.data(), values.size());
+void book(Transaction& transaction, std::size_t array, const Values& values) {
+  keep(transaction.context(array), values.data(), values.size());
 }
 
 TEST(ErrorFeedback, CommitReplacesTheResidual) {

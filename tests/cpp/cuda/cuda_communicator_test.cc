@@ -241,9 +241,9 @@ TEST(GpuFeedback, ReleasesTablesOfKeysThatAreNotUsedTogetherAgain) {
   int most = 0;
   for (std::size_t a = 0; a < kKeys; ++a)
     for (std::size_t b = 0; b < a; ++b) {
-      const codec::KeyedExtent extents[] = {{"key " + std::to_string(a), 1},
-                                            {"key " + std::to_string(b), 1}};
-      const auto& table = feedback.open(extents, {stream.get()});
+      const codec::KeyedArray arrays[] = {{"key " + std::to_string(a), 1},
+                                          {"key " + std::to_string(b), 1}};
+      const auto& table = feedback.open(arrays, {stream.get()});
       ASSERT_EQ(table.keys.size(), 2U);
       most = std::max(most, blocks_in_use.load());
     }

@@ -156,7 +156,7 @@ class CountedRanks {
 
   // Makes a call that is refused on rank 0, of these keys, and returns what it has enqueued.
   Tally refused(exec::Request request, std::size_t length,
-                const std::vector<codec::KeyedExtent>& keys) {
+                const std::vector<codec::KeyedArray>& keys) {
     Gpu& gpu = of(0);
     const DeviceBytes memory(length * sizeof(float));
     const exec::Array array{memory.data(), length};
@@ -180,7 +180,7 @@ class CountedRanks {
     run([&](Rank rank) {
       std::vector<std::unique_ptr<DeviceBytes>> memory;
       std::vector<exec::Array> arrays;
-      std::vector<codec::KeyedExtent> keys;
+      std::vector<codec::KeyedArray> keys;
       exec::Request own = request;
       for (std::size_t n : lengths) {
         memory.push_back(std::make_unique<DeviceBytes>(n * sizeof(float)));
@@ -382,7 +382,7 @@ TEST(CudaCountsOfRefusedCalls, AreThoseOfNothing) {
   extremes.op = ReduceOp::kMax;
   const struct {
     exec::Request request;
-    std::vector<codec::KeyedExtent> keys = {};
+    std::vector<codec::KeyedArray> keys = {};
   } cases[] = {
       {rooted(Collective::kReduce, 7, "nccl")},
       {rooted(Collective::kBroadcast, -1, "auto")},

@@ -57,7 +57,7 @@ struct Job {
   std::shared_ptr<codec::ErrorFeedback> host;
   GpuFeedback feedback;
   std::unique_ptr<DeviceBytes> memory;
-  codec::KeyedExtent key{"key", kElements};
+  codec::KeyedArray key{"key", kElements};
 };
 
 class Graphs : public testing::TestWithParam<std::string_view> {};

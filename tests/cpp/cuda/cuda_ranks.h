@@ -101,9 +101,9 @@ std::vector<std::byte> bytes_of(const std::vector<T>& values) {
 
 // A call, or several that follow each other with the same residuals.
 struct Case {
-  exec::Request request;                 // without arrays
-  std::string codec;                     // empty: none
-  std::vector<codec::KeyedExtent> keys;  // not empty: error feedback
+  exec::Request request;                // without arrays
+  std::string codec;                    // empty: none
+  std::vector<codec::KeyedArray> keys;  // not empty: error feedback
   std::vector<exec::Shape> shapes;
   std::vector<std::vector<std::vector<std::byte>>> inputs;  // by rank
   std::vector<std::vector<std::size_t>> outputs;            // bytes, by rank

@@ -153,7 +153,7 @@ TEST(CudaThreshold, WorksInPlaceAndWithoutAKey) {
   EXPECT_TRUE(bits(key.e.values()) == bits(fed_back.error));
 }
 
-// A large extent, of which a sample is looked at.
+// A large array, of which a sample is looked at.
 TEST(CudaThreshold, PreparesFromTheSameSample) {
   std::mt19937_64 random(5);
   for (const std::size_t n : {std::size_t{65536}, std::size_t{200001}})

@@ -48,7 +48,7 @@ void expect_no_allocation(std::string_view algorithm, std::string_view codec_nam
   std::atomic<int> ready{0};
   ranks.run([&](Communicator& comm) {
     std::vector<float> x(n, 1);
-    const std::vector<codec::KeyedExtent> keys = {{"a key that is longer than a word", n}};
+    const std::vector<codec::KeyedArray> keys = {{"a key that is longer than a word", n}};
     const Array arrays[] = {array_of(x)};
     const std::size_t rows = n % 100 == 0 ? 100 : 1;
     const Shape shapes[] = {{rows, n / rows}};

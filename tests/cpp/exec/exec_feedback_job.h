@@ -15,7 +15,7 @@
 namespace gradwire::exec {
 
 using codec::ErrorFeedback;
-using codec::KeyedExtent;
+using codec::KeyedArray;
 using Values = std::vector<float>;
 
 struct Case {
@@ -49,16 +49,16 @@ inline Values inputs(int rank, int call, std::size_t n) {
 
 // Several calls of one shape on all ranks, and what they leave behind.
 struct Job {
-  std::vector<KeyedExtent> keys;
+  std::vector<KeyedArray> keys;
   std::vector<Shape> shapes;  // for codecs of matrices; none: vectors
   Travel travel;
   std::vector<std::shared_ptr<ErrorFeedback>> feedback;
   Ranks ranks;
   unsigned calls = 0;
 
-  Job(int count_of_ranks, std::vector<KeyedExtent> extents, Travel how = {},
+  Job(int count_of_ranks, std::vector<KeyedArray> arrays, Travel how = {},
       codec::ResidualType type = codec::ResidualType::kFloat32)
-      : keys(std::move(extents)),
+      : keys(std::move(arrays)),
         travel(how),
         ranks(count_of_ranks, how.transport, how.tuning(), two_hosts(count_of_ranks)) {
     for (int r = 0; r < count_of_ranks; ++r)

@@ -114,7 +114,7 @@ TEST(Feedback, ReduceScatterAndReduceConserveAndAgree) {
 // Inside a block and inside a unit: units are counted from where the key begins in the block, so
 // that segments do not change a bit here either.
 TEST(Feedback, KeysOfReduceScatterMayEndAnywhere) {
-  const std::vector<KeyedExtent> keys = {{"a", 333}, {"no", 0}, {"b", 1}, {"c", 1066}, {"d", 700}};
+  const std::vector<KeyedArray> keys = {{"a", 333}, {"no", 0}, {"b", 1}, {"c", 1066}, {"d", 700}};
   for (const Case& how : cases()) {
     Job job(3, keys), cut(3, keys, {"shm", 600, true});
     expect_conserved(job, Collective::kReduceScatter, how);
@@ -131,7 +131,7 @@ TEST(Feedback, KeysOfReduceScatterMayEndAnywhere) {
 }
 
 std::vector<std::uint64_t> arrays_of(const std::vector<std::uint64_t>& blocks,
-                                     const std::vector<KeyedExtent>& keys) {
+                                     const std::vector<KeyedArray>& keys) {
   std::vector<Array> arrays;
   for (std::uint64_t count : blocks) arrays.push_back({nullptr, count});
   Request call;
@@ -153,7 +153,7 @@ TEST(Feedback, BlocksAreCutWhereKeysEnd) {
   EXPECT_EQ(arrays_of({4, 4}, {{"a", 5}, {"b", 1}, {"c", 2}}), Counts({4, 0, 0, 1, 1, 2}));
 }
 
-std::string refusal(Job& job, std::vector<KeyedExtent> keys) {
+std::string refusal(Job& job, std::vector<KeyedArray> keys) {
   std::string text;
   std::swap(job.keys, keys);
   Values x(4);
@@ -206,7 +206,7 @@ TEST(Feedback, AFailedCallLeavesTheResiduals) {
 
 // What it kept is all that a job goes on from: not the communicator, nor the codec's object.
 TEST(Feedback, AResumedJobHasTheBitsOfOneThatWasNotInterrupted) {
-  const std::vector<KeyedExtent> keys = {{"a", 3000}, {"b", 1500}};
+  const std::vector<KeyedArray> keys = {{"a", 3000}, {"b", 1500}};
   std::vector<Case> all = cases();
   for (const char* algorithm : {"ring", "direct", "gather"})
     all.push_back({"int8:rounding=stochastic,seed=3", algorithm});

@@ -15,7 +15,7 @@ namespace gradwire::exec {
 namespace exec_lowrank_test {
 
 using codec::ErrorFeedback;
-using codec::KeyedExtent;
+using codec::KeyedArray;
 using Values = std::vector<float>;
 using Shapes = std::vector<Shape>;
 
@@ -73,7 +73,7 @@ struct How {
 // Ranks that reduce arrays of these shapes, each under a key of its own, end to end in one vector.
 struct Job {
   Shapes shapes;
-  std::vector<KeyedExtent> keys;
+  std::vector<KeyedArray> keys;
   std::vector<std::shared_ptr<ErrorFeedback>> feedback;
   Travel travel;
   Ranks ranks;

@@ -35,7 +35,7 @@ Decision decide(const Call& call, const GpuLinks& links) {
   request.dtype = call.dtype;
   request.op = call.op;
   request.codec = codec::make_codec(call.codec);
-  const codec::KeyedExtent key{"a", 8};
+  const codec::KeyedArray key{"a", 8};
   if (call.feeds_back) request.keys = {&key, 1};
   request.inputs = {blocks.data(),
                     call.collective == Collective::kReduceScatter ? blocks.size() : 1};

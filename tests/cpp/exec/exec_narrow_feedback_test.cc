@@ -24,7 +24,7 @@ struct Balance {
 
 // What a job loses of each element, in units of the largest step to which its residuals were
 // rounded.
-Balance balance(int size, const Case& how, const std::vector<KeyedExtent>& keys) {
+Balance balance(int size, const Case& how, const std::vector<KeyedArray>& keys) {
   Job job(size, keys, {}, kBFloat16);
   if (how.codec.starts_with("lowrank"))
     for (const auto& each : keys)
@@ -59,7 +59,7 @@ Balance balance(int size, const Case& how, const std::vector<KeyedExtent>& keys)
 }
 
 TEST(NarrowFeedback, InExpectationNothingIsLost) {
-  const std::vector<KeyedExtent> keys = {{"a", 3000}, {"b", 1}, {"empty", 0}, {"c", 20100}};
+  const std::vector<KeyedArray> keys = {{"a", 3000}, {"b", 1}, {"empty", 0}, {"c", 20100}};
   for (int size : {1, 2, 3})
     for (const Case& how : every_case()) {
       const auto [bias, spread] = balance(size, how, keys);
@@ -104,7 +104,7 @@ TEST(NarrowFeedback, AFailedCallLeavesTheResiduals) {
 }
 
 TEST(NarrowFeedback, NeitherSegmentsNorTransportChangeABit) {
-  const std::vector<KeyedExtent> keys = {{"a", 333}, {"no", 0}, {"b", 1}, {"c", 40'000}};
+  const std::vector<KeyedArray> keys = {{"a", 333}, {"no", 0}, {"b", 1}, {"c", 40'000}};
   for (const Case& how : cases()) {
     Job job(3, keys, {}, kBFloat16), cut(3, keys, {"shm", 600, true}, kBFloat16);
     for (int call = 0; call < 3; ++call) {
@@ -145,7 +145,7 @@ TEST(NarrowFeedback, ReduceScatterAndReduceConserveInExpectation) {
 }
 
 TEST(NarrowFeedback, AResumedJobHasTheBitsOfOneThatWasNotInterrupted) {
-  const std::vector<KeyedExtent> keys = {{"a", 3000}, {"b", 1500}};
+  const std::vector<KeyedArray> keys = {{"a", 3000}, {"b", 1500}};
   for (const Case& how : cases()) {
     const auto x = [](int call) {
       return std::vector{inputs(0, call, 4500), inputs(1, call, 4500)};

@@ -72,8 +72,8 @@ Recorded record(int size, std::string_view algorithm, std::string_view codec_nam
   const auto codec = codec::make_codec(codec_name);
   ranks.run([&](Communicator& comm) {
     std::vector<float> x(n, 0.5F);
-    const std::vector<codec::KeyedExtent> keys = {{"layer.weight", n / 2},
-                                                  {"layer.bias", n - n / 2}};
+    const std::vector<codec::KeyedArray> keys = {{"layer.weight", n / 2},
+                                                 {"layer.bias", n - n / 2}};
     const Array array = array_of(x);
     Request call;
     call.algorithm = algorithm;

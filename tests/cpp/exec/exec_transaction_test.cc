@@ -155,7 +155,7 @@ struct Caller {
   std::vector<Values> arrays = {};
 
   std::shared_ptr<Work> submit(const std::shared_ptr<ErrorFeedback>& feedback, const char* key) {
-    const std::vector<KeyedExtent> keys = {{key, kCount}};
+    const std::vector<KeyedArray> keys = {{key, kCount}};
     const Shape shape{30, kCount / 30};
     arrays.push_back(inputs(comm.identity().rank, static_cast<int>(arrays.size()), kCount));
     const Array array = array_of(arrays.back());

@@ -75,11 +75,11 @@ void ErrorFeedback::FeedbackKey::put(SavedKey saved) {
   changes = 0;
 }
 
-void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const KeyedExtent> extents) {
+void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const KeyedArray> arrays) {
   settle(false);
   const std::lock_guard lock(owner.mutex_);
   try {
-    for (const KeyedExtent& extent : extents) owner.open(extent, key_states_);
+    for (const KeyedArray& array : arrays) owner.open(array, key_states_);
   } catch (...) {
     owner.close(key_states_, /*keep=*/false);
     key_states_.clear();
@@ -89,12 +89,12 @@ void ErrorFeedback::Transaction::open(ErrorFeedback& owner, std::span<const Keye
   owner_ = &owner;
 }
 
-std::size_t ErrorFeedback::Transaction::size(std::size_t extent) const {
-  return key_states_.at(extent)->next.residual.size();
+std::size_t ErrorFeedback::Transaction::size(std::size_t array) const {
+  return key_states_.at(array)->next.residual.size();
 }
 
-EncodeContext ErrorFeedback::Transaction::context(std::size_t extent) const {
-  FeedbackKey& key_state = *key_states_.at(extent);
+EncodeContext ErrorFeedback::Transaction::context(std::size_t array) const {
+  FeedbackKey& key_state = *key_states_.at(array);
   EncodeContext context;
   context.call = key_state.number();
   context.codec_state = &key_state.next.codec_state;
@@ -103,17 +103,17 @@ EncodeContext ErrorFeedback::Transaction::context(std::size_t extent) const {
   return context;
 }
 
-std::vector<float> ErrorFeedback::Transaction::residual(std::size_t extent) const {
-  return key_states_.at(extent)->current.residual.values();
+std::vector<float> ErrorFeedback::Transaction::residual(std::size_t array) const {
+  return key_states_.at(array)->current.residual.values();
 }
 
-std::span<const float> ErrorFeedback::Transaction::memory(std::size_t extent) const {
-  return key_states_.at(extent)->current.memory;
+std::span<const float> ErrorFeedback::Transaction::memory(std::size_t array) const {
+  return key_states_.at(array)->current.memory;
 }
 
-std::vector<float>& ErrorFeedback::Transaction::next_memory(std::size_t extent) {
-  key_states_.at(extent)->remembers = true;
-  return key_states_.at(extent)->next.memory;
+std::vector<float>& ErrorFeedback::Transaction::next_memory(std::size_t array) {
+  key_states_.at(array)->remembers = true;
+  return key_states_.at(array)->next.memory;
 }
 
 void ErrorFeedback::Transaction::settle(bool keep) noexcept { close(/*of_step=*/true, keep); }
@@ -149,11 +149,11 @@ void ErrorFeedback::close(const std::vector<FeedbackKey*>& key_states, bool keep
 }
 
 // Opens a key. A codec adapts from tau and filter; what it sends is counted anew in each call.
-void ErrorFeedback::open(const KeyedExtent& extent, std::vector<FeedbackKey*>& opened) {
-  FeedbackKey& key_state = this->key_state(extent.key);
-  check_closed(extent.key, key_state.open);
-  check_length(extent.key, key_state.current.residual.size(), extent.count);
-  key_state.next.residual.resize(extent.count);
+void ErrorFeedback::open(const KeyedArray& array, std::vector<FeedbackKey*>& opened) {
+  FeedbackKey& key_state = this->key_state(array.key);
+  check_closed(array.key, key_state.open);
+  check_length(array.key, key_state.current.residual.size(), array.count);
+  key_state.next.residual.resize(array.count);
   key_state.next.codec_state = {.tau = key_state.current.codec_state.tau,
                                 .filter = key_state.current.codec_state.filter};
   key_state.open = true;
@@ -295,9 +295,9 @@ void ErrorFeedback::put(const std::string& key, SavedKey saved) {
   key_state.put(std::move(saved));
 }
 
-std::vector<KeyedExtent> ErrorFeedback::keys() const {
+std::vector<KeyedArray> ErrorFeedback::keys() const {
   const std::lock_guard lock(mutex_);
-  std::vector<KeyedExtent> all;
+  std::vector<KeyedArray> all;
   for (const auto& [key, key_state] : key_states_)
     if (!key_state.current.residual.empty())
       all.push_back({key, key_state.current.residual.size()});

@@ -24,7 +24,7 @@
 
 namespace gradwire::codec {
 
-struct KeyedExtent {
+struct KeyedArray {
   std::string key;
   std::size_t count = 0;  // elements
 };
@@ -47,8 +47,8 @@ class ErrorFeedback {
   class Transaction {
    public:
     Transaction() = default;  // closed
-    Transaction(ErrorFeedback& owner, const std::vector<KeyedExtent>& extents) {
-      open(owner, extents);
+    Transaction(ErrorFeedback& owner, const std::vector<KeyedArray>& arrays) {
+      open(owner, arrays);
     }
     Transaction(const Transaction&) = delete;
     Transaction& operator=(const Transaction&) = delete;
@@ -56,19 +56,19 @@ class ErrorFeedback {
 
     // Throws InvalidArgument, and opens nothing, if a key is already open or its residual has
     // another length.
-    void open(ErrorFeedback& owner, std::span<const KeyedExtent> extents);
+    void open(ErrorFeedback& owner, std::span<const KeyedArray> arrays);
     bool is_open() const noexcept { return owner_ != nullptr; }
 
     // Returns the context of a whole key: e as the last call left it; e', whose contents are
     // unspecified and must all be written; and a call number that no other kept call has, whether
     // of this key or another.
-    EncodeContext context(std::size_t extent) const;
-    std::vector<float> residual(std::size_t extent) const;  // e; empty means all zero
-    std::size_t size(std::size_t extent) const;             // elements of e'
+    EncodeContext context(std::size_t array) const;
+    std::vector<float> residual(std::size_t array) const;  // e; empty means all zero
+    std::size_t size(std::size_t array) const;             // elements of e'
     // Return what the codec remembers of the last call, and where it writes what the next one is to
     // find: contents unspecified. If never called, the memory is kept.
-    std::span<const float> memory(std::size_t extent) const;
-    std::vector<float>& next_memory(std::size_t extent);
+    std::span<const float> memory(std::size_t array) const;
+    std::vector<float>& next_memory(std::size_t array);
 
     // Ends the call. Does nothing when closed.
     void settle(bool keep) noexcept;
@@ -108,7 +108,7 @@ class ErrorFeedback {
   // learning rate changes.
   void scale(double factor);
   void clear();
-  std::vector<KeyedExtent> keys() const;
+  std::vector<KeyedArray> keys() const;
 
   // Returns the state after all finished calls, at one moment. Calls under way do not show in it.
   State save() const;
@@ -150,7 +150,7 @@ class ErrorFeedback {
   // Replaces each element of the key's residual by `changed` of it and its value.
   template <typename Changed>
   void change(const std::string& key, std::span<const float> values, Changed changed);
-  void open(const KeyedExtent& extent, std::vector<FeedbackKey*>& opened);
+  void open(const KeyedArray& array, std::vector<FeedbackKey*>& opened);
   void close(const std::vector<FeedbackKey*>& key_states, bool keep) noexcept;
   void require_closed() const;
   FeedbackKey& key_state(const std::string& key);

@@ -17,7 +17,7 @@ using transport::FailureKind;
 constexpr double kRootCauseSeconds = 0.5;
 constexpr double kInquirySeconds = 0.5;
 // How often a rank announces its position while its calls go on.
-constexpr double kAnnounceSeconds = 0.1;
+constexpr double kPositionSeconds = 0.1;
 // How many calls an answer describes, of which the last is the one in question.
 constexpr std::uint32_t kCallsSent = 16;
 
@@ -156,7 +156,7 @@ ControlFrame ControlPlane::position_frame() const {
 }
 
 void ControlPlane::announce() {
-  announce_at_ = Deadline::after(kAnnounceSeconds);
+  announce_at_ = Deadline::after(kPositionSeconds);
   const ControlFrame frame = position_frame();
   const bool sent_to_all = control_.broadcast(frame);
   if (sent_to_all && (frame.flags & transport::kInCall) == 0) unannounced_ = false;

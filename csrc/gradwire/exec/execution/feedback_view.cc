@@ -8,7 +8,7 @@
 namespace gradwire::exec {
 
 void find_key_offsets(std::span<const std::uint64_t> counts,
-                      std::span<const codec::KeyedExtent> keys, std::vector<KeyOffset>& out) {
+                      std::span<const codec::KeyedArray> keys, std::vector<KeyOffset>& out) {
   out.clear();
   std::size_t key = 0, used = 0;
   const auto skip_full = [&] {
@@ -30,7 +30,7 @@ void find_key_offsets(std::span<const std::uint64_t> counts,
 }
 
 void FeedbackView::bind(std::span<const std::uint64_t> counts,
-                        std::span<const codec::KeyedExtent> keys,
+                        std::span<const codec::KeyedArray> keys,
                         codec::ErrorFeedback::Transaction& transaction) {
   feeds_back_ = !keys.empty();
   counts_.assign(counts.begin(), counts.end());
@@ -40,7 +40,7 @@ void FeedbackView::bind(std::span<const std::uint64_t> counts,
   if (feeds_back_) bind_keys(keys, transaction);
 }
 
-void FeedbackView::bind_keys(std::span<const codec::KeyedExtent> keys,
+void FeedbackView::bind_keys(std::span<const codec::KeyedArray> keys,
                              codec::ErrorFeedback::Transaction& transaction) {
   find_key_offsets(counts_, keys, key_offsets_);
   for (std::size_t i = 0; i < counts_.size(); ++i) {

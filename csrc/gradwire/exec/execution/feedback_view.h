@@ -19,13 +19,13 @@ struct KeyOffset {
 // Writes one offset per array. The keys, of which there is at least one, must lie end to end over
 // the arrays, and each array must belong to one key; else this throws InvalidArgument.
 void find_key_offsets(std::span<const std::uint64_t> counts,
-                      std::span<const codec::KeyedExtent> keys, std::vector<KeyOffset>& out);
+                      std::span<const codec::KeyedArray> keys, std::vector<KeyOffset>& out);
 
 class FeedbackView {
  public:
   // Finds each array's key, as find_key_offsets() does. Without keys there is no feedback, and the
   // transaction is not used.
-  void bind(std::span<const std::uint64_t> counts, std::span<const codec::KeyedExtent> keys,
+  void bind(std::span<const std::uint64_t> counts, std::span<const codec::KeyedArray> keys,
             codec::ErrorFeedback::Transaction& transaction);
 
   void clear() { bind({}, {}, none_); }
@@ -44,7 +44,7 @@ class FeedbackView {
   void deliver(std::size_t array, float* x) const;
 
  private:
-  void bind_keys(std::span<const codec::KeyedExtent> keys,
+  void bind_keys(std::span<const codec::KeyedArray> keys,
                  codec::ErrorFeedback::Transaction& transaction);
 
   bool feeds_back_ = false;

@@ -58,7 +58,7 @@ void require_one(const Request& request, std::span<const Array> arrays, const ch
 // Walks over keys that lie end to end.
 class KeyWalk {
  public:
-  explicit KeyWalk(std::span<const codec::KeyedExtent> keys) : keys_(keys) {}
+  explicit KeyWalk(std::span<const codec::KeyedArray> keys) : keys_(keys) {}
 
   // Takes a step of at most `most` elements that stays within one key, and returns its length.
   // Beyond the last key a step takes all `most`.
@@ -70,7 +70,7 @@ class KeyWalk {
   }
 
  private:
-  std::span<const codec::KeyedExtent> keys_;
+  std::span<const codec::KeyedArray> keys_;
   std::uint64_t used_ = 0;  // elements of the first key
 };
 

@@ -61,7 +61,7 @@ struct Request {
   // Lossy codecs: null for no error feedback. The keys lie end to end over all inputs. Each input
   // belongs to one key, except in reduce_scatter, where an input is a block of any number of keys.
   std::shared_ptr<codec::ErrorFeedback> feedback;
-  std::span<const codec::KeyedExtent> keys;
+  std::span<const codec::KeyedArray> keys;
   // In place of a codec: payloads are exchanged (exec/program/cpu_device.h), and the arrays are not
   // touched.
   std::shared_ptr<ExchangePayloads> payloads;

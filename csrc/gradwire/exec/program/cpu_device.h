@@ -105,7 +105,7 @@ class CpuDevice final : public Device {
   std::uint64_t labelled_digest_ = 0;
   std::vector<Array> inputs_, outputs_;
   std::vector<Shape> shapes_;
-  std::vector<codec::KeyedExtent> keys_;
+  std::vector<codec::KeyedArray> keys_;
 
   Program program_;
   codec::ErrorFeedback::Transaction transaction_;

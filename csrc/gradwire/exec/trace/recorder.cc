@@ -44,7 +44,7 @@ std::uint64_t label_of(const Request& request) {
   if (request.codec) add(request.codec->name());
   add(request.trace_name);
   if (request.trace_name.empty())
-    for (const codec::KeyedExtent& each : request.keys) add(each.key);
+    for (const codec::KeyedArray& each : request.keys) add(each.key);
   return label.digest();
 }
 
@@ -60,7 +60,7 @@ std::string text_of(const Request& request) {
   if (!request.trace_name.empty())
     add(request.trace_name);
   else
-    for (const codec::KeyedExtent& each : request.keys) add(each.key);
+    for (const codec::KeyedArray& each : request.keys) add(each.key);
   text.pop_back();
   return text;
 }

@@ -20,15 +20,15 @@ Outgoing::Outgoing(const ParameterTable& table, Gradients gradients, const Codec
 
 void Outgoing::open() {
   if (!feedback_) return;
-  std::vector<codec::KeyedExtent> extents;
+  std::vector<codec::KeyedArray> arrays;
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const std::string& name = table_->parameters[i].name;
     if (!codec::kernels().finite(gradients_[i].data(), gradients_[i].size()))
       throw InvalidArgument("push: the gradient of '" + name +
                             "' holds NaN or Inf; nothing was sent");
-    extents.push_back({name, gradients_[i].size()});
+    arrays.push_back({name, gradients_[i].size()});
   }
-  transaction_.open(*feedback_, extents);
+  transaction_.open(*feedback_, arrays);
   for (std::size_t i = 0; i < gradients_.size(); ++i)
     codec(i).prepare(gradients_[i].data(), gradients_[i].size(), transaction_.context(i));
 }
