@@ -95,8 +95,9 @@ class Cluster:
         return replace(self, topology=there, by_events=False, measured=False)
 
     def algorithms(self, codec: str) -> list[str]:
-        """The algorithms that can average in a codec."""
-        return exchange.algorithms(self.ranks, self.per_host, wire_codec(codec))
+        """The algorithms that can average in a codec, and sensitive layers in theirs."""
+        by = _SENSITIVE if codec.partition(":")[0] == LOW_RANK else codec
+        return exchange.algorithms(self.ranks, self.per_host, by)
 
     def seconds(self, algorithm: str, nbytes: float, codec: str) -> float:
         """The seconds of one all_reduce of an array of `nbytes`.
@@ -207,8 +208,7 @@ def payload(layers: list[Layer], codec: str) -> Payload:
 
 def payloads(layers: Sequence[Layer], sensitive: Sequence[Layer], codec: str) -> list[Payload]:
     """The arrays that a bucket becomes; biased codecs leave its `sensitive` layers to int8."""
-    name = codec.partition(":")[0]
-    if name in ("none", LOW_RANK) or not _core.Codec(codec).biased:
+    if not _core.Codec(codec).biased:
         return [payload(list(layers), codec)]
     inner = [each for each in layers if each not in sensitive]
     parts = ((inner, codec), ([each for each in layers if each in sensitive], _SENSITIVE))
