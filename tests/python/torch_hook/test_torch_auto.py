@@ -11,24 +11,23 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Compression, State, register
-from gradwire.torch.exchange.automatic import choose
+from gradwire.torch.exchange.automatic import Chosen, Later, choose
 from gradwire.torch.exchange.defaults import Model
+from gradwire.torch.exchange.links import measured
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_training import backward
+from torch_training import Books, backward, wrapped
 
-
-class Ranks:
-    """Enough of a communicator, with links of a rate in bit/s."""
-
-    def __init__(self, rate: float, hosts: list[list[int]], latency: float = 1e-4) -> None:
-        self.hosts, self.size = hosts, sum(map(len, hosts))
-        link = "between" if len(hosts) > 1 else "within"
-        costs = {f"{link}.beta": 8 / rate, f"{link}.latency": latency} if rate else {}
-        self.cost_model = gradwire.CostModel(costs)
-
+from bench.planning.choices import SimulatedRanks
 
 FOUR_HOSTS = [[0], [1], [2], [3]]
+
+
+def ranks_of(rate: float, hosts: Any, latency: float = 1e-4) -> SimulatedRanks:
+    """Ranks with links of a rate in bit/s; without one their host's memory joins them."""
+    link = "between" if len(hosts) > 1 else "within"
+    costs = {f"{link}.beta": 8 / rate, f"{link}.latency": latency} if rate else {}
+    return SimulatedRanks(gradwire.CostModel(costs), hosts)
 
 
 def network(width: int) -> Model:
@@ -36,25 +35,20 @@ def network(width: int) -> Model:
     return Model(module, dict(module.named_parameters()))
 
 
-def chosen(rate: float, hosts: Any, width: int, optimizer: Any) -> tuple[str, str]:
-    model = network(width)
-    its = None if optimizer is None else optimizer(model.parameters.values(), lr=0.1)
-    found = choose(model, Ranks(rate, hosts), Compression("auto"), its)  # type: ignore[arg-type]
-    return str(found.last), found.why
+def choice(model: Model, ranks: SimulatedRanks, optimizer: Any = None) -> Chosen:
+    its: Any = ranks
+    return choose(model, its, Compression("auto"), optimizer, ranks.clock)
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 CASES: list[tuple[float, Any, int, Any, str, str]] = [
-    (1e9, FOUR_HOSTS, 512, SGD, "lowrank", "over links of 1 Gbit/s the 4.2 MB"),
+    (1e9, FOUR_HOSTS, 512, SGD, "lowrank", "4.2 MB of gradients over links that were measured at "),
     (1e9, FOUR_HOSTS, 512, ADAMW, "int8", "left out: with AdamW training ends at a higher loss"),
-    (1e8, [[0, 1, 2, 3]], 512, None, "int8", "100 Mbit/s"),
+    (1e8, [[0, 1, 2, 3]], 512, None, "int8", "Mbit/s, averaging would take none "),
     (1e8, [[0, 1, 2, 3]], 512, None, "int8", "optimizer= was not given"),
     (1e8, [[0, 1], [2, 3]], 512, SGD, "lowrank", "after 500 steps in int8"),
     (1e9, FOUR_HOSTS, 1, SGD, "none", "none "),
-    (1e10, FOUR_HOSTS, 512, SGD, "none", "links of 10 Gbit/s by the cost model are too fast"),
-    (9.5e9, FOUR_HOSTS, 512, SGD, "none", "9.5 Gbit/s by the cost model"),
     (0, [[0, 1, 2, 3]], 512, SGD, "none", "over shared memory none pays"),
-    (0, FOUR_HOSTS, 512, SGD, "none", "`gradwire tune` measures them"),
     (1e8, [[0]], 512, SGD, "none", "there is nothing to compress"),
 ]
 
@@ -63,11 +57,42 @@ CASES: list[tuple[float, Any, int, Any, str, str]] = [
 def test_the_codec_follows_links_model_and_optimizer(
     rate: float, hosts: Any, width: int, optimizer: Any, codec: str, why: str
 ) -> None:
-    found, says = chosen(rate, hosts, width, optimizer)
-    assert found == codec, says
-    assert f"codec='auto' chose {codec}: " in says
-    assert why in says
-    assert "\n" not in says
+    model = network(width)
+    its = None if optimizer is None else optimizer(model.parameters.values(), lr=0.1)
+    found, _ = choice(model, ranks_of(rate, hosts), its)
+    assert str(found.last) == codec, found.why
+    assert f"codec='auto' chose {codec}: " in found.why
+    assert why in found.why
+    assert "\n" not in found.why
+    assert not found.guess
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9, 1e10])
+@pytest.mark.parametrize("latency", [2e-5, 4e-2])
+@pytest.mark.parametrize("hosts", [FOUR_HOSTS, [[0, 1], [2, 3]], [[0, 1]]])
+def test_links_are_measured_whatever_the_cost_model_took_them_for(
+    rate: float, latency: float, hosts: Any
+) -> None:
+    ranks: Any = ranks_of(rate, hosts, latency)
+    found = measured(ranks, ranks.clock).parameters
+    link = "between" if len(hosts) > 1 else "within"
+    assert 8 / found[f"{link}.beta"] == pytest.approx(rate, rel=0.1)
+    assert found[f"{link}.latency"] == pytest.approx(latency, rel=0.2)
+    assert ranks.seconds < 0.15 + 80 * latency
+
+
+def test_computing_that_hides_averaging_needs_no_codec() -> None:
+    """What is not hidden decides: a step's time, not that of averaging."""
+    model = network(512)
+    optimizer = SGD(model.parameters.values(), lr=0.1)
+    found, later = choice(model, ranks_of(1e9, FOUR_HOSTS), optimizer)
+    assert later is not None
+    codecs = [str(later.settings(compute).last) for compute in (0.0, 0.02, 0.2, 20.0)]
+    assert codecs[0] == str(found.last) == "lowrank"
+    assert codecs[-1] == "none"
+    least = ["none", "fp16", "int8", "lowrank"]
+    assert codecs == sorted(codecs, key=least.index, reverse=True)
+    assert "steps that compute 20 ms would take none " in later.settings(0.02).why
 
 
 class OnGpu(nn.Parameter):
@@ -80,8 +105,7 @@ class OnGpu(nn.Parameter):
     ("rate", "hosts", "codec", "why"),
     [
         (1e9, FOUR_HOSTS, "int8", "is left out: what it costs a GPU was not measured"),
-        (1e9, [[0, 1], [2, 3]], "int8", "over links of 1 Gbit/s the 4.2 MB"),
-        (1e10, FOUR_HOSTS, "none", "too fast"),
+        (1e9, [[0, 1], [2, 3]], "int8", "the 4.2 MB of gradients over links"),
         (1e8, [[0, 1, 2, 3]], "none", "between GPUs of one host none pays"),
     ],
 )
@@ -91,10 +115,13 @@ def test_on_gpus_the_links_between_hosts_decide(
     model = network(512)
     gpus = {name: OnGpu(each) for name, each in model.parameters.items()}
     optimizer = SGD(gpus.values(), lr=0.1)
-    ranks: Any = Ranks(rate, hosts)
-    found = choose(model._replace(parameters=gpus), ranks, Compression("auto"), optimizer)
+    found, later = choice(model._replace(parameters=gpus), ranks_of(rate, hosts), optimizer)
     assert str(found.last) == codec
     assert why in found.why
+    assert ("guesses for GPUs" in found.guess) == (later is not None)
+    if later is not None:  # a host does not wait for its GPU: a step's time tells
+        assert 0.9 < later.computing(1.0, 0.0) < 1.0
+        assert str(later.settings(1.0).last) == "none"
 
 
 def wide() -> nn.Module:
@@ -130,6 +157,95 @@ def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
     assert first == second == codec
     assert len(said) == 1
     assert silent == []
+
+
+SLOW = "100mbit,100us"
+CHOSEN_AT = 9  # steps
+
+
+def computing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Lets rank 1 compute so long in a step, and rank 0 not at all."""
+    mine = seconds * dist.get_rank()
+    monkeypatch.setattr(Later, "computing", lambda *_: mine)
+    monkeypatch.setenv("GRADWIRE_MODEL", "default")
+    monkeypatch.setenv("GRADWIRE_LINK", SLOW)
+
+
+def trained(ddp: nn.Module, state: State, books: Books, steps: range) -> list[str]:
+    """Trains, and returns the codec of each step."""
+    codecs = []
+    for step in steps:
+        backward(ddp, step)
+        codecs.append(str(state.codec))
+        books.deliver()
+    return codecs
+
+
+@pytest.mark.parametrize(("seconds", "last"), [(100.0, "none"), (0.0, "lowrank")])
+@torch_ranks.on_ranks(2)
+def test_ranks_choose_again_together_and_lose_no_gradient(seconds: float, last: str) -> None:
+    """The slowest rank decides. What lowrank had kept back comes in the next step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        computing(monkeypatch, seconds)
+        ddp, books = wrapped(wide())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = register(ddp, Compression("auto", warm_up=1), optimizer=optimizer)
+        codecs = trained(ddp, state, books, range(CHOSEN_AT))
+        assert all("lowrank" in each for each in codecs[:-1])
+        assert last in codecs[-1]
+        later = trained(ddp, state, books, range(CHOSEN_AT, CHOSEN_AT + 3))
+        assert set(later) == {codecs[-1]}
+        feedback = state.feedback
+        assert feedback is not None
+        assert books.missing(feedback) < 100
+        held = max(abs(feedback.residual(name)).max() for name, _ in ddp.module.named_parameters())
+        assert (held == 0) == (last == "none")
+        assert f"steps that compute {seconds * 1e3:.3g} ms" in state.why
+        assert torch_ranks.gathered((codecs, later)) == [(codecs, later)] * 2
+
+
+@torch_ranks.on_ranks(2)
+def test_auto_can_begin_with_none_and_take_up_residuals() -> None:
+    """A codec that needs residuals begins to keep them with its first step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        computing(monkeypatch, 0.0)
+        ddp, books = wrapped(wide())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = register(ddp, Compression("auto", warm_up=1), optimizer=optimizer)
+        first = state._steps.first_steps
+        assert first is not None
+        first.go_on("none", over=False)
+        state._training.feedback = None
+        assert "lowrank" not in trained(ddp, state, books, range(CHOSEN_AT - 1))[-1]
+        assert "lowrank" in trained(ddp, state, books, range(CHOSEN_AT - 1, CHOSEN_AT + 3))[-1]
+        assert books.missing(state.feedback) < 100
+
+
+@torch_ranks.on_ranks(2)
+def test_a_saved_training_goes_on_with_the_codec_that_it_had_chosen() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        computing(monkeypatch, 100.0)
+        ddp, books = wrapped(wide())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        state = register(ddp, Compression("auto", warm_up=1), optimizer=optimizer)
+        trained(ddp, state, books, range(CHOSEN_AT))
+        saved = state.state_dict()
+        monkeypatch.setattr(Later, "computing", lambda *_: 0.0)
+        again, books = wrapped(wide())
+        optimizer = torch.optim.SGD(again.parameters(), lr=0.01)
+        other = register(again, Compression("auto", warm_up=1), optimizer=optimizer)
+        assert "lowrank" in str(other.codec)
+        other.load_state_dict(saved)
+        assert set(trained(again, other, books, range(2 * CHOSEN_AT))) == {"none"}
+        assert "chose none when this training began" in other.why
+
+
+@torch_ranks.on_ranks(2)
+def test_an_algorithm_that_only_sums_plainly_is_refused_before_a_codec_is_chosen() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        computing(monkeypatch, 0.0)
+        with pytest.raises(gradwire.InvalidArgument, match="recursive_doubling"):
+            register(DistributedDataParallel(wide()), "auto", algorithm="recursive_doubling")
 
 
 @torch_ranks.on_ranks(2)

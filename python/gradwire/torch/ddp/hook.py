@@ -31,6 +31,7 @@ from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted, Error, InvalidArgument
 from gradwire._trace import clock
 from gradwire._trace.track import naming
+from gradwire.torch.ddp.first_steps import FirstSteps
 from gradwire.torch.ddp.join_step import JoinStep
 from gradwire.torch.ddp.spans import StepSpans
 from gradwire.torch.ddp.training_state import TrainingState
@@ -94,6 +95,7 @@ class Steps(HookSteps):
         self._trains = False  # whether a forward ran since the last step began
         self._spans: StepSpans | None = None
         self._to_raise: Exception | None = None  # the error, with its traceback
+        self.first_steps: FirstSteps | None = None  # of a codec that may change after them
         self.submitted_steps = 0  # steps of which DDP has submitted the last bucket
         self.completions = Completions(f"gradwire-ddp-{communicator.rank}")
         self._step = _Step(communicator.traffic, None)
@@ -267,6 +269,8 @@ class Steps(HookSteps):
             assert self._ddp is not None
             joined = JoinStep(self._ddp(), trains=self._trains)
         self._trains = False
+        if self.first_steps is not None:
+            self.first_steps.begin_step(self.communicator, self.counters.last.waited)
         self._step = _Step(self.communicator.traffic, joined)
         self.exchange.open(self.done, self._read_scale(joined))
 

@@ -47,12 +47,12 @@ def register(
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
     `compression` is a codec, or a `Compression`: a codec with its rules, residuals and warm-up.
-    "auto" is none, fp16, int8 or lowrank, by the cost model's rate of the links and times of
-    exchanges, by the model and by `optimizer`; the log and the state's `why` say why. lowrank is
-    chosen only for an `optimizer` that is not adaptive. On the CPU codecs also apply to bfloat16
-    and float16 gradients: these go through float32, feedback included, and the averages are
-    rounded; with none, fp16 and bf16, and without feedback, they travel as they are. Gradients of
-    other types travel as they are, and gradwire's log warns of it. `algorithm` is as in
+    "auto" is none, fp16, int8 or lowrank, by the links, which it measures, the model and
+    `optimizer`, and once more by the first steps' time; the log and the state's `why` say why.
+    lowrank is chosen only for an `optimizer` that is not adaptive. On the CPU codecs also apply to
+    bfloat16 and float16 gradients: these go through float32, feedback included, and the averages
+    are rounded; with none, fp16 and bf16, and without feedback, they travel as they are. Gradients
+    of other types travel as they are, and gradwire's log warns of it. `algorithm` is as in
     `Communicator.all_reduce`.
 
     With `scaler`, a GradScaler, residuals follow the loss scale. With `optimizer` they follow the
@@ -99,7 +99,7 @@ def register(
     require_features(ddp.module, given.feedback)
     model = Model(ddp.module, dict(_averaged(ddp)))
     communicator, owns = ranks.connect(ddp.process_group, alone=True)
-    chosen = choose(model, communicator, given, optimizer)
+    chosen, later = choose(model, communicator, given, optimizer)
     make = partial(
         State,
         communicator,
@@ -113,6 +113,7 @@ def register(
         find_unused=ddp.find_unused_parameters and not ddp.static_graph,
         ddp=ddp,
         owns_communicator=owns,
+        later=later,
     )
     state = made_alike(
         make,

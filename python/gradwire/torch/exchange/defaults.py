@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     compression: Compression
     why: str = ""
     unused: bool = False  # the codec: every element stays in START
+    guess: str = ""  # what the choice of a codec rests on without a measurement
 
     @property
     def last(self) -> object:
@@ -52,6 +53,8 @@ def tell(chosen: Settings, optimizer: torch.optim.Optimizer | None) -> None:
             "or warm_up=0 with codec=gradwire.torch.Stages(...)",
             str(chosen.last),
         )
+    if chosen.guess:
+        _log.warning("%s", chosen.guess)
     if chosen.why:
         _log.info("%s", chosen.why)
     if chosen.why and isinstance(chosen.compression.codec, Stages) and optimizer is not None:

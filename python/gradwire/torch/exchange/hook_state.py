@@ -38,12 +38,16 @@ class HookState:
 
     def _begin(self, owns_communicator: bool) -> None:
         """Takes the residuals for this state's own; steps are closed with the state, or at exit."""
-        if self.feedback is not None:
-            persistent_state_of(self.feedback).state = weakref.ref(self)
+        self._note_use()
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
         # gradwire closes it at exit: weakref's own order depends on what was imported first.
         self._close.atexit = False
         at_exit.close_first(self._steps)
+
+    def _note_use(self) -> None:
+        """Takes the residuals for this state's own, if there are any."""
+        if self.feedback is not None:
+            persistent_state_of(self.feedback).state = weakref.ref(self)
 
     @property
     def feedback(self) -> ErrorFeedback | None:
@@ -132,6 +136,8 @@ class HookState:
         if "ranks" in saved or not resized:
             saved = saving.for_rank(saved, communicator.rank, communicator.size)
         self._steps.abandon_step()
+        if not resized:
+            self._go_on(saved)
         self._training.load_state_dict(saved)
         self._steps.done = int(saved["steps"])
 
@@ -161,6 +167,9 @@ class HookState:
             yield
         finally:
             self._training.paused = before
+
+    def _go_on(self, saved: Mapping[str, Any]) -> None:
+        """Takes up what a saved training had chosen, before its residuals."""
 
     def _require_pausable(self) -> None:
         """Raises InvalidArgument where the hook cannot be paused."""

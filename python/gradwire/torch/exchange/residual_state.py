@@ -65,6 +65,14 @@ class ResidualState:
         self._step = 0  # its number, by which rules choose codecs
         self._paused = False
 
+    def change_rules(self, rules: Rules, feedback: ErrorFeedback | None) -> None:
+        """Takes other rules between two steps; `feedback` counts where there are no residuals."""
+        self._rules = rules
+        if self.feedback is None and feedback is not None:
+            known, self._persistent = self._persistent, persistent_state_of(feedback)
+            vars(self._persistent).update(vars(known))
+            self.feedback = feedback
+
     @property
     def names(self) -> Mapping[torch.Tensor, str]:
         """The names of the parameters."""
