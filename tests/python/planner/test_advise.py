@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from gradwire._tools import cli
 from gradwire.lab.planner import published
 from gradwire.lab.planner.report import Advice
 
+advise = partial(gradwire.advise, device="a100")
+
 
 @pytest.fixture(scope="module")
 def slow() -> Advice:
-    return gradwire.advise("resnet50", ranks=8, link="1gbit,50us", compute=0.1)
+    return advise("resnet50", ranks=8, link="1gbit,50us", compute=0.1)
 
 
 def test_str_is_the_report(slow: Advice) -> None:
@@ -42,7 +45,7 @@ def test_the_least_batch_waits_for_a_tenth(slow: Advice) -> None:
     batch = slow.least_batch
     assert batch is not None
     for each, waits in ((batch, False), (batch - 1, True)):
-        found = gradwire.advise(
+        found = advise(
             "resnet50",
             ranks=8,
             link="1gbit,50us",
@@ -54,7 +57,7 @@ def test_the_least_batch_waits_for_a_tenth(slow: Advice) -> None:
 
 
 def test_fast_links_do_not() -> None:
-    found = gradwire.advise("resnet50", ranks=8, link="400gbit,2us", compute=0.1)
+    found = advise("resnet50", ranks=8, link="400gbit,2us", compute=0.1)
     assert found.sentences[0].startswith("Compression does not pay")
     assert "below about" in found.sentences[0]
     assert found.best.codec == "none"
@@ -64,7 +67,7 @@ def test_fast_links_do_not() -> None:
 
 def test_ranks_that_do_not_pay_are_said_to() -> None:
     """VGG-16 on Ethernet: two ranks exchange longer than they compute."""
-    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=["none"])
+    found = advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=["none"])
     (sentence,) = found.sentences
     assert sentence.startswith("More than 1 ranks do not pay")
     assert "From about" in sentence
@@ -72,24 +75,24 @@ def test_ranks_that_do_not_pay_are_said_to() -> None:
 
 def test_a_biased_codec_is_compared_with_an_unbiased_one() -> None:
     codecs = ["onebit", "int8"]
-    found = gradwire.advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=codecs)
+    found = advise("vgg16", ranks=4, link="100mbit", compute=0.5, codecs=codecs)
     assert "without; the best unbiased codec, int8, takes" in found.sentences[0]
 
 
 def test_the_turning_point_turns() -> None:
     """Just below the stated rate compression pays by the same model, and well above it does not."""
-    found = gradwire.advise("resnet50", ranks=8, link="100gbit,10us", compute=0.02)
+    found = advise("resnet50", ranks=8, link="100gbit,10us", compute=0.02)
     number, unit = found.sentences[0].rpartition("about ")[2].split()[:2]
     for factor, pays in ((0.5, True), (2.0, False)):
         link = f"{float(number) * factor}{unit[:4].lower()},10us"
-        there = gradwire.advise("resnet50", ranks=8, link=link, compute=0.02)
+        there = advise("resnet50", ranks=8, link=link, compute=0.02)
         assert there.sentences[0].startswith("Compression pays") == pays
 
 
 def test_codecs_are_a_list() -> None:
     with pytest.raises(gradwire.InvalidArgument, match="a list of codecs"):
-        gradwire.advise("nin", ranks=2, link="1gbit", codecs="int8")
-    found = gradwire.advise("nin", ranks=2, link="1gbit", codecs=["fp16", "fp16"])
+        advise("nin", ranks=2, link="1gbit", codecs="int8")
+    found = advise("nin", ranks=2, link="1gbit", codecs=["fp16", "fp16"])
     assert repr(found).startswith("<Advice nin on 2 ranks: ")
     assert list(found.to_dict()["codecs"]) == ["none", "fp16"]
 
@@ -101,7 +104,7 @@ def test_scaling_begins_with_one_rank(slow: Advice) -> None:
 
 
 def test_scaling_goes_by_powers_of_two_up_to_the_ranks() -> None:
-    found = gradwire.advise("nin", ranks=5, link="1gbit", compute=0.1, codecs=["none"])
+    found = advise("nin", ranks=5, link="1gbit", compute=0.1, codecs=["none"])
     assert [row[0] for row in found.weak] == [row[0] for row in found.strong] == [1, 2, 4, 5]
 
 
@@ -179,10 +182,10 @@ def test_published_speed_ups_have_their_assumptions(capsys: pytest.CaptureFixtur
 def test_ranks_may_share_the_cores_of_a_host() -> None:
     line = {"ranks": 8, "per_host": 4, "link": "1gbit,50us", "compute": 0.05, "codecs": ["int8"]}
     alone, roomy, crowded = (
-        gradwire.advise("nin", **line, cores=cores)  # type: ignore[arg-type]
+        advise("nin", **line, cores=cores)  # type: ignore[arg-type]
         for cores in (None, 8, 2)
     )
     assert (alone.compute, roomy.compute, crowded.compute) == pytest.approx((0.05, 0.05, 0.1))
     assert alone.best.step < roomy.best.step < crowded.best.step
     with pytest.raises(gradwire.InvalidArgument, match="cores"):
-        gradwire.advise("nin", ranks=8, link="1gbit", cores=0)
+        advise("nin", ranks=8, link="1gbit", cores=0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from gradwire import CostModel, InvalidArgument, advise
+from gradwire import CostModel, InvalidArgument, _core, advise
+from gradwire._base import units
 from gradwire._tools import cli
 from gradwire.lab.commands import advise as command
 from gradwire.lab.planner import advice as module
@@ -16,7 +18,7 @@ from gradwire.lab.planner.devices import DEVICES
 from gradwire.lab.planner.exchanges import PER_BUCKET
 from gradwire.lab.planner.steps import LOCAL, SYNCHRONOUS, Prediction
 from gradwire.lab.planner.tables import catalogue
-from gradwire.lab.planner.tables.network import Layer, Network
+from gradwire.lab.planner.tables.network import CONV, Layer, Network
 
 SMALL = Network("small", "a vector", (Layer("fc", "linear", 100, 100, 10, 10, 200.0, ((10, 10),)),))
 
@@ -27,8 +29,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(**options: Any) -> Advice:
-    given = {"ranks": 2, "link": "1gbit,50us", "compute": 0.1, "codecs": ["fp16"], **options}
-    return advise("small", **given)
+    given = {"ranks": 2, "link": "1gbit,50us", "compute": 0.1, "codecs": ["fp16"]}
+    return advise("small", **{**given, "device": "a100", "optimizer": "SGD", **options})
 
 
 @pytest.mark.parametrize("name", ["ranks", "batch", "per_host", "accumulate", "local_steps"])
@@ -76,8 +78,16 @@ def test_the_command_has_the_defaults_of_the_function(monkeypatch: pytest.Monkey
     monkeypatch.setattr(command, "advise", noted)
     cli.main(["advise", "small", "--ranks", "2", "--link", "1gbit,50us"])
     defaults = inspect.signature(advise).parameters
-    shared = given.keys() & {"per_host", "batch", "compute", "device", "cores"}
-    assert len(shared) >= 3
+    shared = given.keys() & {
+        "per_host",
+        "batch",
+        "compute",
+        "device",
+        "optimizer",
+        "codecs",
+        "cores",
+    }
+    assert len(shared) >= 5
     assert {name: given[name] for name in shared} == {
         name: defaults[name].default for name in shared
     }
@@ -121,6 +131,66 @@ def test_links_inside_a_host_are_the_devices() -> None:
     own = CostModel({"gamma": 1e-9})
     assert made(cost_model=own).cluster.base == own
     assert made().cluster.base != own
+
+
+BIASED = {"onebit", "topk", "lowrank"}
+
+
+def codecs_of(found: Advice) -> set[str]:
+    return {each.codec for each in found.predictions}
+
+
+@pytest.mark.parametrize("name", ["adamw", "Adam", "Lion", "Muon", "adafactor", "mine"])
+def test_codecs_that_need_error_feedback_are_for_sgd_alone(name: str) -> None:
+    """As docs/compression.md says, of optimizers that are not named there too."""
+    slow = {"link": "1mbit", "codecs": None}
+    assert codecs_of(made(**slow)) > BIASED
+    found = made(**slow, optimizer=name)
+    assert codecs_of(found) == {"none", "fp16", "int8"}
+    assert "int8" in found.sentences[0]
+    assert any(f"{name} is not linear in the gradient" in each for each in found.assumptions)
+    with pytest.raises(InvalidArgument, match=f"codec 'topk' is not for {name}.*int8"):
+        made(codecs=["int8", "topk"], optimizer=name)
+
+
+def test_without_an_optimizer_the_report_says_which_it_assumes() -> None:
+    found = made(codecs=None, optimizer=None)
+    assert codecs_of(found) > BIASED
+    assert "the optimizer is SGD" in str(found)
+    assert "the optimizer is SGD" not in str(made())
+
+
+def test_adamw_is_told_of_one_bit_adam_but_not_for_a_cnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    line: dict[str, Any] = {"link": "1mbit", "codecs": None}
+    offered = made(**line, optimizer="AdamW").sentences[-1]
+    assert "OneBitAdam" in offered
+    assert "OneBitAdam" not in str(made(**line, optimizer="lion"))
+    found = made(**line, optimizer="OneBitAdam")
+    assert codecs_of(found) == {"none", "int8", "onebit"}
+    assert not found.cluster.overlaps  # it averages in its step
+    steps = [each.step for each in found.predictions if each.codec == "onebit"]
+    assert f"would take {units.show_seconds(steps[0])} a step" in offered
+    cnn = replace(SMALL, layers=(replace(SMALL.layers[0], kind=CONV),))
+    monkeypatch.setattr(catalogue, "network", lambda _: cnn)
+    assert "OneBitAdam" not in str(made(**line, optimizer="AdamW"))
+    assert codecs_of(made(**line, optimizer="one_bit_adam")) == {"none", "fp16", "int8"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name"),
+    [
+        ([], "cpu"),
+        (["NVIDIA H200"], "h200"),
+        (["NVIDIA A100-SXM4-80GB", "NVIDIA H200"], "a100"),
+        (["NVIDIA GeForce RTX 4090"], "NVIDIA GeForce RTX 4090, taken for an a100"),
+    ],
+)
+def test_the_device_is_this_machines(
+    gpus: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_core, "cuda_info", lambda: {"devices": [{"name": each} for each in gpus]})
+    found = made(device=None, compute=None)
+    assert any(each.startswith(f"{name}: computing reaches") for each in found.assumptions)
 
 
 def step(codec: str, seconds: float, mode: str = SYNCHRONOUS) -> Prediction:

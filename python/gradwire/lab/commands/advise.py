@@ -32,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--link", metavar="RATE[,LATENCY]", help="between hosts, one way, as 10gbit,50us")
     time = parser.add_mutually_exclusive_group()
     time.add_argument("--compute", metavar="TIME", help="of a step of one rank alone, as 120ms")
-    time.add_argument("--device", default="a100", choices=DEVICES, help="default: a100")
+    time.add_argument("--device", choices=DEVICES, help="default: this machine's")
+    add("--optimizer", metavar="NAME", help="as adamw or onebitadam; default: taken to be SGD")
     add("--batch", type=int, default=32, help="samples a rank and step; default: 32")
     add(
         "--sample",
@@ -41,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a module's input without the batch: 3,224,224; again for each further input",
     )
     add("--cores", type=int, help="of a host, where ranks compute on these")
-    add("--codecs", nargs="+", default=CODECS, metavar="CODEC", help=f"default: {' '.join(CODECS)}")
+    usual = f"default: those of {' '.join(CODECS)} that suit the optimizer"
+    add("--codecs", nargs="+", metavar="CODEC", help=usual)
     add("--accumulate", type=int, default=4, metavar="K", help="backwards a step; default: 4")
     add("--local-steps", type=int, default=16, metavar="H", help="of local SGD; default: 16")
     add("--published", action="store_true", help="instead: predicted and published speed-ups")
@@ -73,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
         batch=options.batch,
         compute=None if options.compute is None else units.duration(options.compute),
         device=options.device,
+        optimizer=options.optimizer,
         sample=options.sample,
         cores=options.cores,
         codecs=options.codecs,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gradwire._base import arguments
+from gradwire._base import arguments, units
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
 from gradwire.lab.planner import devices, judgement, walk
 from gradwire.lab.planner.exchanges import PER_BUCKET, Cluster, ratio, wire_codec
+from gradwire.lab.planner.optimizers import Optimizer
 from gradwire.lab.planner.report import Advice
 from gradwire.lab.planner.steps import (
     SYNCHRONOUS,
@@ -42,10 +43,11 @@ def advise(
     per_host: int = 1,
     batch: int = 32,
     compute: float | None = None,
-    device: str = "a100",
+    device: str | None = None,
+    optimizer: str | None = None,
     sample: str | Sequence[str] | None = None,
     cores: int | None = None,
-    codecs: Sequence[str] = CODECS,
+    codecs: Sequence[str] | None = None,
     accumulate: int = 4,
     local_steps: int = 16,
     cost_model: CostModel | None = None,
@@ -58,21 +60,27 @@ def advise(
     the batch, as "3,224,224" or "1024:int64", or a list of them for a forward of several inputs.
     Hosts have `per_host` ranks, and are joined by a `link`, as "10gbit,50us". `compute` is the
     seconds of a step of one rank alone, with `batch` samples; without it they are estimated
-    for a `device`: h200, h100, a100 or cpu. Where ranks compute on a host's `cores`, those that
-    share one take turns, and without a spare one nothing is averaged during backward.
+    for a `device`: h200, h100, a100 or cpu; by default this machine's. Where ranks compute on a
+    host's `cores`, those that share one take turns, and without a spare one nothing is averaged
+    during backward.
+
+    `optimizer` is a name, as "adamw" or "OneBitAdam"; by default it is taken to be SGD. Only codecs
+    that docs/compression.md allows it are considered.
 
     Steps are predicted for every algorithm and each of `codecs`: synchronous, accumulated over
     `accumulate` steps, as local SGD with `local_steps`, and beside an asynchronous server.
     `cost_model` replaces the built-in one, but for the rate and latency of `link`. `progress` is
     called with the share that is done, and a text.
 
-    Raises InvalidArgument for an unknown model, one that cannot be walked, or impossible numbers.
+    Raises InvalidArgument for an unknown model, one that cannot be walked, impossible numbers, and
+    codecs that the optimizer cannot take.
     """
     network = _network(model, sample)
     ranks = arguments.whole(ranks, "ranks", least=1)
     batch = arguments.whole(batch, "batch", least=1)
-    here = devices.device(arguments.text(device, "device"))
+    here = devices.here() if device is None else devices.device(arguments.text(device, "device"))
     seconds, assumptions = _compute(network, batch, compute, here)
+    its = Optimizer.of(optimizer, network)
     topology = _topology(link, per_host, here)
     base = cost_model or devices.cost_model(here)
     cluster = Cluster(ranks, topology, base, **_sharing(cores, topology.per_host, here))
@@ -81,10 +89,16 @@ def advise(
         arguments.whole(accumulate, "accumulate", least=1),
         arguments.whole(local_steps, "local_steps", least=1),
     )
-    names = _codecs(codecs)
+    if its.after_backward:
+        cluster = replace(cluster, overlaps=False)
+    names = _codecs(its, codecs)
     tell = progress or (lambda *_: None)
     predictions = _predict(network, seconds, cluster, names, modes, tell)
-    return _advice(network, batch, seconds, cluster, predictions, assumptions, tell)
+    assumptions += its.assumptions()
+    found = _advice(network, batch, seconds, cluster, predictions, assumptions, tell)
+    if its.offers_one_bit and found.ranks > 1:
+        found = replace(found, sentences=(*found.sentences, _one_bit(network, seconds, cluster)))
+    return found
 
 
 def _advice(
@@ -133,10 +147,25 @@ class _Modes:
     local_steps: int
 
 
-def _codecs(given: Sequence[str]) -> list[str]:
+def _codecs(optimizer: Optimizer, given: Sequence[str] | None) -> list[str]:
     """The codecs, each once, after "none"."""
-    texts = arguments.items(given, "codecs", 'a list of codecs: ["fp16", "int8"]')
-    return list(dict.fromkeys(["none", *(check_codec(arguments.text(x, "codecs")) for x in texts)]))
+    if given is not None:
+        texts = arguments.items(given, "codecs", 'a list of codecs: ["fp16", "int8"]')
+        given = [check_codec(arguments.text(each, "codecs")) for each in texts]
+    return list(dict.fromkeys(["none", *optimizer.choose(given, CODECS)]))
+
+
+def _one_bit(network: Network, compute: float, cluster: Cluster) -> str:
+    """What OneBitAdam would bring, which averages after backward."""
+    here, parts = replace(cluster, overlaps=False), buckets(network)
+    step = min(
+        synchronous(parts, compute, here, algorithm, "onebit").step
+        for algorithm in here.algorithms("onebit")
+    )
+    return (
+        "gradwire.torch.OneBitAdam, which compresses after AdamW's arithmetic, would take "
+        f"{units.show_seconds(step)} a step after its warm-up (docs/optimizers.md)."
+    )
 
 
 def _sharing(cores: int | None, per_host: int, device: devices.Device) -> dict[str, Any]:

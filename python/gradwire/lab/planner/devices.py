@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gradwire import _core
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
 
@@ -51,6 +52,16 @@ def device(name: str) -> Device:
     if found is None:
         raise InvalidArgument(f"there is no device {name!r:.80}: give one of {', '.join(DEVICES)}")
     return found
+
+
+def here() -> Device:
+    """This machine's device: its first GPU, or its CPUs; of an unknown GPU, an A100's figures."""
+    gpus = _core.cuda_info()["devices"]
+    if not gpus:
+        return DEVICES["cpu"]
+    name = gpus[0]["name"]
+    known = next((each for key, each in DEVICES.items() if key in name.lower()), None)
+    return known or replace(DEVICES["a100"], name=f"{name}, taken for an a100")
 
 
 def cost_model(of: Device) -> CostModel:
