@@ -407,6 +407,7 @@ def _traced_rank(mesh: Mesh) -> TracedRank:
         mesh.rank,
         mesh.size,
         tuple(map(mesh.job_rank, range(mesh.size))),
+        tuple(sorted({each.links["collective"].transport for each in mesh.peers.values()})),
     )
 
 

@@ -117,6 +117,7 @@ class Writer:
                 queued = (of["encode"] << 32 | of["decode"]) / 1e3
                 args |= {"phases": of["round"], "queued_us": queued, "input_bytes": of["plain"]}
                 name, described = _described(label)
+                described["transports"] = track.place.transports
                 if of["flags"] & parts.FAILED:
                     described["failed"] = True
                 yield _complete("call", name, rank, thread, at, of, **args, **described)

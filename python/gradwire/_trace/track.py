@@ -23,6 +23,7 @@ class TracedRank(NamedTuple):
     rank: int
     size: int
     job_ranks: Sequence[int]  # the number in the job of each rank
+    transports: Sequence[str] = ()  # of this rank's links, each once
 
     @property
     def job_rank(self) -> int:

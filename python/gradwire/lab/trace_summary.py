@@ -26,6 +26,19 @@ _FOLLOWED = 0.5  # of a rank's wait that the rank waited for waits itself, or it
 _LITTLE = 0.05  # of the time: not worth a change
 _MOST = 0.5  # of the time waited: one rank is the slow one
 
+_WITHIN = {"shm", "inproc"}  # transports within a host
+_COMPRESSED = ("all_reduce", "reduce_scatter")
+_LARGE = 64 << 10  # bytes of a call, below which its messages take longer than their bytes
+OVER_MEMORY, OTHER_CALLS, OTHER_TYPES, SMALL = "over memory", "other calls", "other types", "small"
+_UNCOMPRESSED = {
+    "": "uncompressed: try codec='int8', which sends a quarter of the bytes",
+    OVER_MEMORY: "within hosts, where no codec pays: exchange less often, or overlap it with "
+    "computing",
+    OTHER_CALLS: "in collectives or with an op that no codec is for: exchange less often",
+    OTHER_TYPES: "of a dtype that no codec is for: exchange float32, or less often",
+    SMALL: "in calls too small for a codec to pay: make fewer and larger ones",
+}
+
 _Intervals = npt.NDArray[np.float64]  # rows of (begin, end), disjoint and in order
 
 
@@ -57,6 +70,8 @@ class Summary:
     missing: list[int]
     dropped: int
     clock_error_us: float | None
+    # Seconds of calls without a codec, summed over ranks, by why none would help; "" where one may.
+    plain: dict[str, float] = field(default_factory=dict)
     advice: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +112,27 @@ def summarize(path: Path) -> Summary:
         list(about["missing"]),
         int(about["dropped"]),
         None if None in errors else max(errors) / 1e3,
+        _plain(calls),
     )
+
+
+def _plain(calls: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for each in calls:
+        if each["args"].get("codec", "none") == "none":
+            found[_why_no_codec(each["args"])] += float(each["dur"]) / 1e6
+    return dict(found)
+
+
+def _why_no_codec(call: Mapping[str, Any]) -> str:
+    """Why no codec would help a call; empty where one may."""
+    if not set(call.get("transports", ())) - _WITHIN:
+        return OVER_MEMORY
+    if call.get("collective") not in _COMPRESSED or call.get("op") not in ("sum", "avg"):
+        return OTHER_CALLS
+    if call.get("dtype") != "float32":
+        return OTHER_TYPES
+    return SMALL if call["input_bytes"] < _LARGE else ""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -318,10 +353,10 @@ def _advice(found: Summary) -> str:
             "codec (bf16, int8), or none."
         )
     if found.bytes_after > 0.6 * found.bytes_before:
-        return (
-            f"Transfers take {transfer:.0%} of the time, uncompressed: try codec='int8', which "
-            "sends a quarter of the bytes."
-        )
+        what = _UNCOMPRESSED[
+            max(found.plain, key=lambda why: found.plain[why], default=OTHER_CALLS)
+        ]
+        return f"Transfers take {transfer:.0%} of the time, {what}."
     return (
         f"Transfers take {transfer:.0%} of the time although a codec is at work: exchange less "
         "often (larger batches, accumulation, DiLoCo)."

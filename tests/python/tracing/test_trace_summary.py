@@ -75,7 +75,7 @@ def test_a_circle_of_waits_ends(tmp_path: Path) -> None:
         ((0.1, 0.1, 0.3), 100, 1, "mostly for rank 1"),
         ((0.1, 0.1, 0.3), 100, None, "one rank after the other"),
         ((0.1, 0.3, 0.1), 25, 1, "cheaper codec"),
-        ((0.3, 0.0, 0.1), 100, 1, "try codec='int8'"),
+        ((0.3, 0.0, 0.1), 100, 1, "no codec is for"),
         ((0.3, 0.1, 0.1), 25, 1, "exchange less often"),
     ],
 )
@@ -89,6 +89,38 @@ def test_advice_is_about_the_largest_share(
     assert text in found.advice
     assert found.advice.count(". ") == 0  # one sentence
     assert found.to_dict()["shares"]["codec"] == pytest.approx(codec)
+
+
+LARGE = {"collective": "all_reduce", "op": "avg", "dtype": "float32", "codec": "none"}
+LARGE |= {"transports": ["shm", "tcp"], "input_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({}, "try codec='int8'"),
+        ({"transports": ["emulated"]}, "try codec='int8'"),
+        ({"transports": ["shm"]}, "within hosts, where no codec pays"),
+        ({"transports": ["inproc", "shm"]}, "within hosts, where no codec pays"),
+        ({"input_bytes": 16}, "calls too small for a codec"),
+        ({"dtype": "int64"}, "a dtype that no codec is for"),
+        ({"op": "max"}, "an op that no codec is for"),
+        ({"collective": "broadcast", "op": None}, "collectives or with an op"),
+    ],
+)
+def test_a_codec_is_advised_where_calls_can_take_it(
+    others: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    call = {"communicator": 0, "call": 1, "bytes_before": 100, "bytes_after": 100}
+    events = [
+        event(0, "program", "step 0", 0, 1000),
+        event(0, "blocked", "blocked in a call", 100, 800),
+        event(0, "call", "all_reduce", 100, 800, **call, **{**LARGE, **others}),
+        event(0, "call", "all_reduce", 920, 10, **call, **LARGE),  # the longest calls decide
+    ]
+    found = summary.summarize(write(tmp_path / "out.json", events))
+    assert text in found.advice
+    assert ("int8" in found.advice) == ("int8" in text)
 
 
 def test_a_trace_without_calls_is_refused(tmp_path: Path) -> None:
