@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/queued.h"
@@ -19,6 +20,8 @@ namespace gradwire::transport {
 namespace {
 
 constexpr const char* kClosed = "the peer closed it or died";
+// Half of what Linux lets a new connection hold: the sender goes on while the receiver wakes up.
+constexpr std::size_t kMostAwaited = 32 * 1024;
 
 class TcpTransport final : public QueuedTransport {
  public:
@@ -27,11 +30,12 @@ class TcpTransport final : public QueuedTransport {
   // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
   // from which nobody reads does not keep it ringing.
   void arm() override;
-  void disarm() override {}
+  void disarm() override { armed_ = false; }
 
  private:
   struct TcpStream {
     Stream wire{-1};
+    int wakes_at = 1;    // received bytes for which the kernel rings the doorbell
     AlignedBuffer copy;  // of a frame that this stream changes, where others read its cell, too
     int cell = kNoCell;  // that is being sent
     ConstBytes unsent;   // of its frame; empty where none of it was sent
@@ -62,11 +66,13 @@ class TcpTransport final : public QueuedTransport {
   ConstBytes on_wire(TcpStream& stream, Rank peer);
   void finish_frame(TcpStream& stream) noexcept;
   bool read_some(TcpStream& stream, Rank peer);
+  void await_frame(TcpStream& stream) noexcept;
   void end_stream(const TcpStream& stream, Rank peer, const std::string& failure);
   void drop_unsent(Rank peer, const std::string& reason);
 
   std::vector<TcpLink> links_;
   std::vector<AlignedBuffer> frames_;  // by cell
+  bool armed_ = false;                 // this rank looks once more before it sleeps
 };
 
 TcpTransport::TcpTransport(const LinkOptions& options)
@@ -199,6 +205,7 @@ bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
   const Bytes room = stream.inbox.room();
   const ssize_t got = ::recv(stream.wire.socket, room.data(), room.size(), MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) {
+    if (armed_) await_frame(stream);
     if (stream.wire.seal != nullptr)
       stream.wire.seal->prepare_to_open();  // what is to come, while nothing is here
     return false;
@@ -212,6 +219,14 @@ bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
   return true;
 }
 
+// Has the doorbell ring when the rest of the frame is here, or much of it: not for every packet. It
+// rings at once for what came since the last look. At the start of a frame nobody knows its length.
+void TcpTransport::await_frame(TcpStream& stream) noexcept {
+  const int bytes = static_cast<int>(std::min(stream.inbox.missing(), kMostAwaited));
+  if (std::exchange(stream.wakes_at, bytes) != bytes)
+    ::setsockopt(stream.wire.socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+}
+
 // A peer is gone when all its streams have ended, since the end of one may overtake the data of
 // another; and at once where one failed or ended in the middle of a message.
 void TcpTransport::end_stream(const TcpStream& stream, Rank peer, const std::string& failure) {
@@ -223,6 +238,7 @@ void TcpTransport::end_stream(const TcpStream& stream, Rank peer, const std::str
 }
 
 void TcpTransport::arm() {
+  armed_ = true;
   std::array<epoll_event, 64> edges;
   while (::epoll_wait(doorbell(), edges.data(), edges.size(), 0) == edges.size()) continue;
 }

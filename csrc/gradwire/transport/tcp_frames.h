@@ -93,10 +93,13 @@ class Inbox {
   // Returns room for the rest of the incomplete front frame, and kReadAhead bytes more.
   Bytes room() {
     move_to_front();
-    const std::size_t wanted = size() < sizeof(Prefix) ? 0 : bytes_on_wire(front_prefix()) - size();
-    return {buffer_.data() + end_, wanted + kReadAhead};
+    return {buffer_.data() + end_, missing() + kReadAhead};
   }
   void received(std::size_t bytes) noexcept { end_ += bytes; }
+  // Returns how many bytes of the front frame are not here; of its prefix, while that is not whole.
+  std::size_t missing() {
+    return (size() < sizeof(Prefix) ? sizeof(Prefix) : bytes_on_wire(front_prefix())) - size();
+  }
 
  private:
   bool opens(Bytes frame, const LinkId& link) {

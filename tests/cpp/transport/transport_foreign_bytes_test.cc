@@ -115,6 +115,25 @@ TEST(Tcp, AnEndMidwayThroughAMessageIsAnEnd) {
   expect_end(*peer.transport, 1);
 }
 
+// A packet that brings no frame would wake this rank for nothing.
+TEST(Tcp, TheDoorbellRingsForTheRestOfAFrame) {
+  ByHand peer;
+  Transport& transport = *peer.transport;
+  const std::vector<std::byte> frame = stream_of({1000});
+  const auto sleeps_for = [&](int milliseconds) {
+    transport.arm();
+    const bool rung = transport.peek(1).has_value() || rings(transport, milliseconds);
+    transport.disarm();
+    return !rung;
+  };
+  peer.say(ConstBytes(frame).first(100));
+  for (int i = 0; i < 2; ++i) sleeps_for(/*milliseconds=*/20);  // until these are read
+  peer.say(ConstBytes(frame).subspan(100, 800));
+  EXPECT_TRUE(sleeps_for(20));
+  peer.say(ConstBytes(frame).subspan(900));
+  expect_message(transport, 1, 1000, 1000);
+}
+
 TEST(Tcp, ForeignBytesNameThePeer) {
   ByHand peer;
   const std::string_view request = "GET / HTTP/1.1\r\n\r\n";
