@@ -60,6 +60,26 @@ TEST(Auto, SegmentsAreTheCallersWhereHeSaysSo) {
   }
 }
 
+// The bytes of an all_reduce of `elements` that rank 0 of four hosts sends.
+std::uint64_t sent_between_hosts(std::uint64_t elements, bool spares_bytes) {
+  PlanCache plans({0, 4, {{0}, {1}, {2}, {3}}, 256 * 1024, 0});
+  std::vector<float> values(elements);
+  const Array arrays[] = {array_of(values)};
+  Request request;
+  request.inputs = request.outputs = arrays;
+  request.spares_bytes = spares_bytes;
+  const auto plan = plans.find(request, {});
+  std::uint64_t sent = 0;
+  for (const SendFrame& frame : plan->sends()) sent += frame.bytes * plan->peers(frame).size();
+  return sent;
+}
+
+TEST(Auto, CallsThatSpareBytesSendAsFewAsCanBe) {
+  for (const std::uint64_t elements : {1200, 4000, 12000, 40000})
+    EXPECT_LE(sent_between_hosts(elements, true), elements * sizeof(float) * 3 / 2) << elements;
+  EXPECT_GT(sent_between_hosts(1200, false), 1200 * sizeof(float) * 3 / 2);
+}
+
 TEST(Auto, ARankWithAnotherModelIsNamedAndNobodyHangs) {
   Ranks ranks(3);
   const auto outcomes = ranks.outcomes([](Communicator& comm) {

@@ -1,5 +1,6 @@
 #include "gradwire/exec/plan/plan_cache.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <random>
@@ -44,6 +45,8 @@ void require_fits(const schedule::Schedule& schedule, const Request& request, in
                         std::to_string(schedule.root) + ", the call root " +
                         std::to_string(request.root));
 }
+
+constexpr double kSlowLink = 8e-8;  // seconds a byte: 100 Mbit/s
 
 // The size that blocks are taken to have if not all ranks know it.
 constexpr double kUnknownBlock = 64 * 1024;
@@ -90,6 +93,8 @@ PlanCache::PlanCache(Setting setting) : setting_(std::move(setting)) {
 void PlanCache::set_model(schedule::CostModel model) {
   model_ = std::move(model);
   model_digest_ = model_.digest();
+  slow_model_ = model_;
+  slow_model_.between.beta = std::max(slow_model_.between.beta, kSlowLink);
   plans_.clear();
   choices_.clear();
 }
@@ -126,9 +131,11 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
 // Returns the model's choice; it is asked only once for calls of nearly the same size. The question
 // is about frames of the usual size, not of this communicator's, since their size may change no
 // bit.
-const schedule::Choice& PlanCache::choose(Collective collective, Rank root, double bytes,
-                                          const std::shared_ptr<const codec::Codec>& codec) {
-  const ChoiceKey key{collective, root, size_class(bytes), codec.get()};
+const schedule::Choice& PlanCache::choose(Collective collective, double bytes,
+                                          const Request& request) {
+  const auto& codec = codec_of(request);
+  const ChoiceKey key{collective, collective == request.collective ? request.root : 0,
+                      size_class(bytes), codec.get(), request.spares_bytes};
   for (const CachedChoice& cached : choices_)
     if (cached.key == key) return cached.choice;
   schedule::Question question;
@@ -138,18 +145,18 @@ const schedule::Choice& PlanCache::choose(Collective collective, Rank root, doub
   question.bytes = key.bytes;
   question.hosts = setting_.hosts;
   ask_for(*codec, model_, question);
-  return add(choices_, {key, codec, schedule::choose(model_, question)}).choice;
+  const auto& model = key.spares_bytes ? slow_model_ : model_;
+  return add(choices_, {key, codec, schedule::choose(model, question)}).choice;
 }
 
 // Returns the request's algorithm and segments, as far as the caller left the choice to the model.
 schedule::Choice PlanCache::choose(const Request& request) {
   const double bytes = bytes_of_all(counts_, request, setting_.size);
-  if (request.algorithm == "auto")
-    return choose(request.collective, request.root, bytes, codec_of(request));
+  if (request.algorithm == "auto") return choose(request.collective, bytes, request);
   schedule::Choice choice{std::string(request.algorithm), 0, 0};
   if (!folds(request, choice.algorithm) || gather_algorithm(choice.algorithm) != "auto")
     return choice;
-  choice = choose(Collective::kAllGather, 0, setting_.size * bytes, codec_of(request));
+  choice = choose(Collective::kAllGather, setting_.size * bytes, request);
   choice.algorithm = "gather(" + choice.algorithm + ")";
   return choice;
 }

@@ -68,6 +68,7 @@ class PlanCache {
     Rank root = 0;
     double bytes = 0;
     const codec::Codec* codec = nullptr;  // kept alive by the cached choice
+    bool spares_bytes = false;
     bool operator==(const ChoiceKey&) const = default;
   };
   struct CachedChoice {
@@ -77,11 +78,11 @@ class PlanCache {
   };
   schedule::Schedule schedule_for(const Request& request, const schedule::Choice& choice) const;
   schedule::Choice choose(const Request& request);
-  const schedule::Choice& choose(Collective collective, Rank root, double bytes,
-                                 const std::shared_ptr<const codec::Codec>& codec);
+  const schedule::Choice& choose(Collective collective, double bytes, const Request& request);
 
   Setting setting_;
   schedule::CostModel model_;
+  schedule::CostModel slow_model_;  // for Request::spares_bytes
   std::uint64_t model_digest_ = 0;
   std::vector<CachedPlan> plans_;
   std::vector<CachedChoice> choices_;

@@ -55,6 +55,7 @@ struct Request {
   ReduceOp op = ReduceOp::kSum;
   Rank root = 0;
   std::string_view algorithm = "auto";
+  bool spares_bytes = false;                     // "auto" takes links between hosts to be slow ones
   const schedule::Schedule* schedule = nullptr;  // the user's own; then algorithm is ignored
   std::uint64_t schedule_digest = 0;             // of *schedule, computed once
   std::shared_ptr<const codec::Codec> codec;     // null: none

@@ -208,6 +208,7 @@ Request Program::phase(Collective collective, DType dtype, ReduceOp op) const {
 const Request& Program::sum(const std::vector<Array>& arrays) {
   phase_ = phase(Collective::kAllReduce, DType::kFloat32, ReduceOp::kSum);
   phase_.algorithm = request_->algorithm;
+  phase_.spares_bytes = true;  // whoever takes few factors has slow links
   phase_.schedule = request_->schedule;
   phase_.schedule_digest = request_->schedule_digest;
   phase_.inputs = phase_.outputs = arrays;
