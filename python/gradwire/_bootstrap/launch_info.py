@@ -101,6 +101,17 @@ def from_environment() -> LaunchInfo:
     return LaunchInfo(0, 1, "no launcher")
 
 
+def started_by_launcher() -> bool:
+    """Whether this process is one of several that a launcher has started together.
+
+    RANK and WORLD_SIZE alone may be a container's, where the process was started by hand beside
+    the ranks of a job: a store of its own, or torchrun's name of the run, has to be there too.
+    """
+    here = from_environment()
+    sure = here.launcher != _TORCHRUN.name or here.restarts
+    return here.size > 1 and (sure or environment.text("GRADWIRE_STORE") is not None)
+
+
 def explicit(rank: int, ranks: int, store: str | None) -> LaunchInfo:
     """Checks rank, ranks and store as given by the caller; raises InvalidArgument."""
     rank, size = arguments.whole(rank, "rank"), arguments.whole(ranks, "ranks")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire._base import units
+from gradwire._bootstrap import launch_info
 from gradwire._errors import Error, InvalidArgument, ScheduleError
 from gradwire._launch import launcher
 from gradwire._schedules.schedule import Schedule, groups_of
@@ -85,13 +86,18 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="NAME",
         help="what the ranks of the running jobs on this host do, and who waits for whom; "
-        "only jobs whose name begins so",
+        "only jobs whose name begins so. Without a name, and started by a launcher on several "
+        "ranks: all their hosts, and the rates and round trips between these",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_doctor_command)
 
 
 def _doctor_command(options: argparse.Namespace) -> int:
+    if options.job == "" and launch_info.started_by_launcher():
+        from gradwire._tools import job_hosts
+
+        return job_hosts.run(as_json=options.json)
     if options.job is not None:
         print(status.report(options.job, as_json=options.json))
         return 0

@@ -57,7 +57,7 @@ def as_table(found: Iterable[Check]) -> str:
 
 def version() -> str:
     """The installed package's version; "(not installed)" when run from a source tree."""
-    return _installed("gradwire") or "(not installed)"
+    return installed("gradwire") or "(not installed)"
 
 
 def _line(check: Check) -> str:
@@ -66,7 +66,7 @@ def _line(check: Check) -> str:
 
 
 def _system() -> Iterator[Check]:
-    libraries = f"Python {platform.python_version()}, numpy {_installed('numpy') or 'absent'}"
+    libraries = f"Python {platform.python_version()}, numpy {installed('numpy') or 'absent'}"
     yield Check("system", "platform", None, f"{platform.platform()}; {libraries}")
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = _cpu_quota()
@@ -206,7 +206,7 @@ def _size(limit: int) -> str:
 
 
 def _torch() -> Iterator[Check]:
-    found = _installed("torch")
+    found = installed("torch")
     if found is None:
         why = "because it is not installed: pip install torch"
         yield Check("torch", "DDP hook", False, why)
@@ -239,7 +239,8 @@ def _variables() -> Iterator[Check]:
         yield Check("environment", name, False, why)
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package; None when it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -21,6 +21,7 @@ from gradwire._errors import Error
 if TYPE_CHECKING:
     from gradwire._core import RankStatus as Seen
 
+THIS_HOST = "this host"
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -48,11 +49,13 @@ def report(name: str, *, as_json: bool = False) -> str:
     return "\n\n".join(each.as_table() for each in groups)
 
 
-def communicators(ranks: Sequence[Seen], name: str = "") -> list[LocalRanks]:
-    """Groups ranks by communicator, in order."""
+def communicators(
+    ranks: Sequence[Seen], name: str = "", where: str = THIS_HOST
+) -> list[LocalRanks]:
+    """Groups ranks by communicator, in order; `where` says on which hosts they are."""
     fitting = [each for each in ranks if each["job"].startswith(name)]
     fitting.sort(key=lambda each: (*_key(each), each["rank"], each["pid"]))
-    return [LocalRanks(tuple(members)) for _, members in groupby(fitting, key=_key)]
+    return [LocalRanks(tuple(members), where) for _, members in groupby(fitting, key=_key)]
 
 
 def _key(rank: Seen) -> tuple[str, int, int, int, int]:
@@ -62,9 +65,10 @@ def _key(rank: Seen) -> tuple[str, int, int, int, int]:
 
 
 class LocalRanks(NamedTuple):
-    """The ranks of one communicator that are on this host."""
+    """The ranks of one communicator that are on this host, or on several."""
 
     ranks: tuple[Seen, ...]
+    where: str = THIS_HOST
 
     def as_dict(self) -> dict[str, object]:
         """Formats the group for JSON."""
@@ -84,7 +88,7 @@ class LocalRanks(NamedTuple):
         return "\n".join([*self._title(), ranks, *self.conclusions()])
 
     def missing(self) -> list[int]:
-        """The ranks that were not found on this host."""
+        """The ranks that were not found there."""
         return sorted({*range(self.ranks[0]["size"])} - {each["rank"] for each in self.ranks})
 
     def conclusions(self) -> Iterator[str]:
@@ -110,7 +114,7 @@ class LocalRanks(NamedTuple):
 
     def _title(self) -> list[str]:
         first = self.ranks[0]
-        here = f"{len(self.ranks)} of them found on this host"
+        here = f"{len(self.ranks)} of them found on {self.where}"
         title = f"job {first['job'] or '(no name)'}, communicator {first['communicator']}: "
         size = f"{first['size']} rank{'s' if first['size'] > 1 else ''}, {here}"
         return [title + size, *([f"  {first['about']}"] if first["about"] else [])]
@@ -122,7 +126,8 @@ class LocalRanks(NamedTuple):
             return (
                 f"rank {rank} is gone: it ended, closed its communicator, or runs as another user"
             )
-        return f"rank {rank} is not on this host, or is gone: run gradwire doctor --job on its host"
+        there = f"rank {rank} is not on {self.where}, or is gone"
+        return f"{there}: run gradwire doctor --job on its host"
 
 
 def _cells(rank: Seen) -> tuple[str, ...]:
