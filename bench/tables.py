@@ -406,10 +406,12 @@ def long_links(results: Path) -> list[str]:
 
 def traces(results: Path) -> list[str]:
     """The cost of recording, in training steps and calls."""
-    files = sorted(results.glob("trace-cost-*.json"))
-    if not files:
-        return ["Not measured on a machine without other work yet."]
-    return trace_cost.table(_loaded(files[-1]))
+    return trace_cost.table(_loaded(newest(results, "trace-cost-*.json")))
+
+
+def metrics(results: Path) -> list[str]:
+    """The cost of counting, in calls."""
+    return trace_cost.table(_loaded(newest(results, "metrics-cost-*.json")))
 
 
 def _of(path: Path, rows: list[str]) -> list[str]:
@@ -449,6 +451,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "serve": serve,
     "long-link": long_links,
     "trace-cost": traces,
+    "metrics-cost": metrics,
 }
 
 

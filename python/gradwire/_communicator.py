@@ -30,6 +30,7 @@ from gradwire._calls.requests import Options
 from gradwire._calls.variable import VariableCollectives
 from gradwire._errors import InvalidArgument
 from gradwire._launch import at_exit
+from gradwire._metrics import exporter
 from gradwire._model import CostModel
 from gradwire._regrouping import Regrouping
 from gradwire._schedules.schedule import BUTTERFLY, OF_LARGE
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gradwire.lab.tuning.fit import Timing
 
 at_exit.call_last(session.write_part)
+at_exit.call_last(exporter.end)
 
 
 class Traffic(NamedTuple):
@@ -130,7 +132,9 @@ class Communicator(
         self._place = Place(mesh.rank, mesh.size)
         self._hosts = tuple(map(tuple, hosts))
         self._splits = 0
-        self._track = session.track(core, _traced_rank(mesh), self)
+        self._counted = exporter.count(core, mesh, self)
+        totals = None if self._counted is None else self._counted.totals
+        self._track = session.track(core, _traced_rank(mesh), self, totals)
         self._calls = CpuCalls(core, self._place, _FAST_PATHS)
         self._clear_call_cache()
         self._gpu: gpus.Gpu | None = None
@@ -303,6 +307,7 @@ class Communicator(
         self._close_listener()
         self._calls.finish_dropped()
         self._track.release()
+        exporter.release(self._counted)
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # None if __init__ failed early
@@ -311,6 +316,7 @@ class Communicator(
             at_exit.outlive(core, self._timeout)
             self._close_listener()
             self._track.release()
+            exporter.release(self._counted)
 
     def __enter__(self) -> Communicator:
         return self

@@ -12,6 +12,7 @@
 #include "gradwire/bind/codec_handle.h"
 #include "gradwire/bind/communicator_handle.h"
 #include "gradwire/bind/module.h"
+#include "gradwire/exec/trace/counting.h"
 #include "gradwire/exec/trace/recorder.h"
 #include "gradwire/transport/transport.h"
 
@@ -87,6 +88,12 @@ shared_ptr<Work> receive(CommunicatorHandle& self, std::uintptr_t address, std::
 std::tuple<std::uint64_t, std::uint64_t, double, double> traffic(const CommunicatorHandle& self) {
   const exec::Traffic all = self.get().traffic();
   return {all.bytes_sent, all.frames_sent, all.codec.encode, all.codec.decode};
+}
+
+void observe(CommunicatorHandle& self, shared_ptr<exec::Recorder> recorder,
+             shared_ptr<exec::Totals> totals) {
+  if (!totals) return self.get().observe(std::move(recorder));
+  self.get().observe(std::make_shared<exec::Counting>(std::move(totals), std::move(recorder)));
 }
 
 std::vector<std::string_view> reductions(const std::string& dtype) {
@@ -222,8 +229,7 @@ void bind_state(CommunicatorClass& c) {
   c.def("set_model", on_core<&exec::Communicator::set_model, const schedule::CostModel&>,
         WithoutLock())
       .def("set_patience", on_core<&exec::Communicator::set_patience, double>)
-      .def("observe", on_core<&exec::Communicator::observe, shared_ptr<exec::Recorder>>,
-           WithoutLock())
+      .def("observe", &observe, py::arg("recorder"), py::arg("totals") = nullptr, WithoutLock())
       .def("release_after_fork", &CommunicatorHandle::release_after_fork)
       .def_property_readonly("owned_here", &CommunicatorHandle::owned_here)
       .def_property_readonly("closed", on_core<&exec::Communicator::closed>)

@@ -266,8 +266,11 @@ void Driver::fail(const std::exception_ptr& error) noexcept {
   const transport::ControlFrame failure = failure_frame(error, engine_.identity.rank);
   control.sockets().broadcast(failure);
   liveness.stalls.status().set_failed(transport::text_of(failure));
-  if (std::exchange(current, nullptr) != nullptr && engine_.observer)
-    engine_.observer->ended(error);
+  const bool called = std::exchange(current, nullptr) != nullptr;
+  if (engine_.observer) {
+    if (called) engine_.observer->ended(error);
+    engine_.observer->failed(failure.kind, static_cast<Rank>(failure.value) - 1);
+  }
   engine_.calls.fail(error);
   transfers.fail(error);
 }

@@ -121,11 +121,17 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "folder into which each process writes what it records of its communicators' calls",
         "nothing is recorded",
     ),
+    "GRADWIRE_METRICS": (
+        "PORT or HOST:PORT at which a rank shows what it counts to Prometheus, with its local rank "
+        "added to the port, on 127.0.0.1 without HOST; or a folder for a file a rank, with a slash",
+        "nothing is counted",
+    ),
     "GRADWIRE_SIMD": ("instruction set of the core: scalar, avx2 or avx512", "the best there is"),
 }
 
 
 MOST_STREAMS = 16  # between two ranks
+_MOST_PORT = 65535
 
 
 # A value is read, or refused by a ValueError that says what it is not, and what to use.
@@ -235,6 +241,16 @@ def _folder(given: str) -> str:
     return given
 
 
+def _endpoint(given: str) -> tuple[str, int] | str:
+    """A folder, if it has a slash; else where to listen."""
+    if "/" in given:
+        return _folder(given)
+    host, _, port = given.rpartition(":")
+    if not port.isdecimal() or int(port) > _MOST_PORT:
+        raise ValueError("is none of PORT, HOST:PORT and a folder with a slash, as ./metrics")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
 def _link(given: str) -> str:
     try:
         _core.link_costs(given)
@@ -278,6 +294,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_NCCL_SO": _file,
     "GRADWIRE_NCCL_BLOCKING": _flag,
     "GRADWIRE_TRACE": _folder,
+    "GRADWIRE_METRICS": _endpoint,
     "GRADWIRE_SIMD": _one_of("scalar", "avx2", "avx512"),
 }
 
@@ -367,6 +384,19 @@ def seconds(name: str) -> float:
     """A variable in seconds, or its default; raises InvalidArgument outside its limits."""
     value = number(name)
     return float(VARIABLES[name][1]) if value is None else value
+
+
+def endpoint(name: str) -> tuple[str, int] | str:
+    """A variable that is set, as host and port, or a folder; raises InvalidArgument for neither."""
+    value = _parsed(name, text(name))
+    assert isinstance(value, tuple | str)
+    return value
+
+
+def local_rank() -> int | None:
+    """This process's number among those of its host, by its launcher; None when that is unknown."""
+    given = (os.environ.get(each, "") for each in _LOCAL_RANKS)
+    return next((int(each) for each in given if each.isdecimal()), None)
 
 
 def items(name: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from gradwire._base import environment, stops
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._host import transport_kinds
 from gradwire._host.sealed_socket import hand_over
+from gradwire._host.tcp_sockets import watched
 
 # Share of the connect timeout in which links must be made. A rank that waits for a link then names
 # the peer it waits for before ranks that have all links, and are in a call, give up on it.
@@ -62,6 +63,9 @@ def _create(mesh: Mesh, groups: Groups, tuning: Mapping[str, int]) -> _core.Comm
 
 
 def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> None:
+    for number, peer in mesh.peers.items():
+        for sock in peer.sockets():
+            mesh.tcp_sockets += watched(sock, number)
     for number, peer in mesh.peers.items():
         core.adopt_control(*hand_over(peer.control), number)
     for number, peer in mesh.peers.items():

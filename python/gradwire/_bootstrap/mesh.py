@@ -21,6 +21,7 @@ from gradwire._base.texts import read_fields
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import LOOPBACK, Choice
+from gradwire._host.tcp_sockets import TcpSocket
 from gradwire._host.transport_kinds import KINDS
 
 LANES = ("collective", "p2p")
@@ -99,6 +100,7 @@ class Mesh:
     job_ranks: tuple[int, ...] = ()  # the number in the job of each rank; empty: the same numbers
     membership: Membership = Membership()
     progress: _core.ProgressThread = field(default_factory=_core.ProgressThread)  # its groups' too
+    tcp_sockets: list[TcpSocket] = field(default_factory=list)  # that the core has, for metrics
 
     def job_rank(self, rank: int) -> int:
         """The number in the job of a rank of this mesh."""

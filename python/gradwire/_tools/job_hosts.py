@@ -105,11 +105,14 @@ def survey(comm: Communicator) -> Found | None:
 
 def _host(comm: Communicator) -> Host:
     interface = comm._mesh.interface.interface
-    ranks = next(list(each) for each in comm.hosts if comm.rank in each)
-    cores = len(os.sched_getaffinity(0))
     return Host(
-        *(socket.gethostname(), ranks, interface.name, interface.address),
-        *(_mtu(interface.name), cores, _settings()),
+        name=socket.gethostname(),
+        ranks=next(list(each) for each in comm.hosts if comm.rank in each),
+        interface=interface.name,
+        address=interface.address,
+        mtu=_mtu(interface.name),
+        cores=len(os.sched_getaffinity(0)),
+        settings=_settings(),
     )
 
 
@@ -219,12 +222,12 @@ def as_text(found: Found) -> str:
 
 
 def _hosts_table(hosts: Sequence[Host]) -> str:
-    rows = [("host", "ranks", "interface", "address", "MTU", "cores", "gradwire", "torch")]
+    rows = [["host", "ranks", "interface", "address", "MTU", "cores", "gradwire", "torch"]]
     for each in hosts:
-        versions = [each.settings[name] for name in ("gradwire", "torch")]
         ranks = ",".join(map(str, each.ranks))
-        where = (each.interface, each.address, str(each.mtu or "?"), str(each.cores))
-        rows.append((each.name, ranks, *where, *versions))  # type: ignore[arg-type]
+        versions = [each.settings[name] for name in ("gradwire", "torch")]
+        numbers = [str(each.mtu or "?"), str(each.cores)]
+        rows.append([each.name, ranks, each.interface, each.address, *numbers, *versions])
     return table(rows, left=4)
 
 

@@ -81,10 +81,15 @@ class _Session:
 _session: _Session | None = None
 
 
-def track(core: _core.Communicator, place: TracedRank, owner: object) -> Track:
+def track(
+    core: _core.Communicator,
+    place: TracedRank,
+    owner: object,
+    totals: _core.Totals | None = None,
+) -> Track:
     """The track of a new communicator, which records if this process does."""
     global _session
-    made = Track(core, place, owner)
+    made = Track(core, place, owner, totals)
     with _lock:
         _tracks.add(made)
         if _session is None and environment.text("GRADWIRE_TRACE") is not None:

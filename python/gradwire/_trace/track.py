@@ -58,15 +58,24 @@ Recorded: TypeAlias = tuple[bytes, int, dict[int, str], int]
 class Track:
     """The record of a communicator: calls, by the core, and spans of the program."""
 
-    def __init__(self, core: _core.Communicator, place: TracedRank, owner: Any) -> None:
-        """`owner` is the communicator, which this does not keep alive."""
+    def __init__(
+        self,
+        core: _core.Communicator,
+        place: TracedRank,
+        owner: Any,
+        totals: _core.Totals | None = None,
+    ) -> None:
+        """`owner` is the communicator, which this does not keep alive; `totals` its counters."""
         self.place, self.number = place, next(_numbers)
         self._owner = weakref.ref(owner)
         self._core: _core.Communicator | None = core
+        self._totals = totals
         self.recorder: _core.Recorder | None = None  # while it records
         self._kept: Recorded | None = None  # of a communicator that has ended
         self.spans: deque[Span] = deque()
         self.spans_dropped = 0
+        if totals is not None:
+            self._observe(None)
 
     @property
     def owner(self) -> Any:
@@ -107,7 +116,7 @@ class Track:
 
     def _observe(self, recorder: _core.Recorder | None) -> None:
         if self._core is not None and self._core.owned_here:
-            self._core.observe(recorder)
+            self._core.observe(recorder, self._totals)
 
     def span(self, name: str, begin: int, **args: Any) -> None:
         """Records that the thread did something from `begin` until now; nothing when off."""

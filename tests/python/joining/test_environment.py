@@ -42,6 +42,7 @@ WRONG = {
     "GRADWIRE_NCCL_SO": ["/dev/zero"],
     "GRADWIRE_NCCL_BLOCKING": ["nan", "-3"],
     "GRADWIRE_TRACE": ["/dev/zero"],
+    "GRADWIRE_METRICS": ["nan", "-3", "65536", "host", "host:nan", "/dev/zero"],
     "GRADWIRE_SIMD": ["nan", "AVX2"],
 }
 # What they can have, where the default is not one.
@@ -51,6 +52,7 @@ RIGHT = {
     "GRADWIRE_SOCKET_IFNAME": ["eth", "^docker,lo", "=eth0", "^=eth3"],
     "GRADWIRE_LINK": ["1gbit", "100mbit,100us"],
     "GRADWIRE_TRACE": ["/there/is/no/such/folder", "/tmp"],
+    "GRADWIRE_METRICS": ["9400", "0", "0.0.0.0:9400", "[::1]:9400", "./metrics"],
     "GRADWIRE_MODEL": ["default", "/there/is/no/such/file"],
     "GRADWIRE_STALL_SECONDS": ["0", "0.5", "1e6"],
     "GRADWIRE_INSECURE": ["1", "YES", "off"],

@@ -1,6 +1,6 @@
-// Observer: receives what a communicator reports of its calls while they run, for traces. Without
-// an observer each call, and each of its frames, costs one comparison more. An interface, since
-// traces are in a layer above, and programs may listen otherwise.
+// Observer: receives what a communicator reports of its calls while they run, for traces and
+// metrics. Without an observer each call, and each of its frames, costs one comparison more. An
+// interface, since traces are in a layer above, and programs may listen otherwise.
 #pragma once
 
 #include <chrono>
@@ -12,6 +12,7 @@
 #include "gradwire/base/types.h"
 #include "gradwire/exec/plan/plan.h"
 #include "gradwire/exec/plan/request.h"
+#include "gradwire/transport/control.h"
 
 namespace gradwire::exec {
 
@@ -30,11 +31,14 @@ struct MessageFrame {
   std::size_t bytes = 0;      // on the wire, header included
 };
 
+inline constexpr std::uint32_t kNoSeries = ~0U;
+
 // What an observer remembers of a call from its submission until its turn comes.
 struct Submission {
-  std::uint64_t at = 0;     // nanoseconds of steady_clock
-  std::uint64_t label = 0;  // the observer's own
-  std::uint64_t bytes = 0;  // of the caller's inputs
+  std::uint64_t at = 0;              // nanoseconds of steady_clock
+  std::uint64_t label = 0;           // the observer's own
+  std::uint64_t bytes = 0;           // of the caller's inputs
+  std::uint32_t series = kNoSeries;  // of Totals
 };
 
 // Collectives of one communicator run one after the other, and each is reported in this order:
@@ -73,6 +77,8 @@ class Observer {
   // This rank's part of the collective is over. `failure` is the communicator's, if that ended it,
   // else null.
   virtual void ended(const std::exception_ptr& failure) noexcept = 0;
+  // The communicator fails, in a call or outside; `job_peer` is the culprit's rank in the job.
+  virtual void failed(transport::FailureKind /*kind*/, Rank /*job_peer*/) noexcept {}
 };
 
 }  // namespace gradwire::exec

@@ -146,6 +146,12 @@ void check_types(Collective collective, DType dtype, ReduceOp op, const codec::C
                           std::string(name_of(op)) + "'");
 }
 
+std::uint64_t input_bytes(const Request& request) noexcept {
+  std::uint64_t elements = 0;
+  for (const Array& each : request.inputs) elements += each.count;
+  return elements * size_of(request.dtype);
+}
+
 bool counts_known_to_all(Collective collective) {
   return collective != Collective::kGather && collective != Collective::kScatter &&
          collective != Collective::kAllToAll;

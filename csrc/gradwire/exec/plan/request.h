@@ -81,6 +81,8 @@ struct Request {
 // gather, scatter and all_to_all only this rank's own counts are known: the others are 0, and
 // uneven counts are checked frame by frame instead of in the fingerprint.
 void array_counts(const Request& request, std::vector<std::uint64_t>& out);
+// Returns the bytes of the caller's inputs, without a codec.
+std::uint64_t input_bytes(const Request& request) noexcept;
 // Returns whether all ranks know all counts. Each block of gather, scatter and all_to_all is known
 // to only two ranks.
 bool counts_known_to_all(Collective collective);

@@ -26,13 +26,6 @@ std::int32_t thread_number() noexcept {
   return number;
 }
 
-// Returns the bytes of the caller's inputs, without a codec.
-std::uint64_t input_bytes(const Request& request) {
-  std::uint64_t elements = 0;
-  for (const Array& each : request.inputs) elements += each.count;
-  return elements * size_of(request.dtype);
-}
-
 std::uint64_t label_of(const Request& request) {
   Fnv1a label;
   label.number(static_cast<std::uint64_t>(request.collective))
