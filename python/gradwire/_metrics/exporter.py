@@ -130,12 +130,9 @@ def _local_rank(mesh: Mesh) -> int:
 
 
 def _version() -> str:
-    import importlib.metadata
+    from gradwire._base.packages import installed
 
-    try:
-        return importlib.metadata.version("gradwire")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return installed("gradwire") or ""
 
 
 def _forget() -> None:

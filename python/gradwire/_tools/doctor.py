@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 from gradwire import _core, _model
 from gradwire._base import environment
+from gradwire._base.packages import installed as _installed
 from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, find_secret
 from gradwire._errors import Error, InvalidArgument, RendezvousError
@@ -57,7 +57,7 @@ def as_table(found: Iterable[Check]) -> str:
 
 def version() -> str:
     """The installed package's version; "(not installed)" when run from a source tree."""
-    return installed("gradwire") or "(not installed)"
+    return _installed("gradwire") or "(not installed)"
 
 
 def _line(check: Check) -> str:
@@ -66,7 +66,7 @@ def _line(check: Check) -> str:
 
 
 def _system() -> Iterator[Check]:
-    libraries = f"Python {platform.python_version()}, numpy {installed('numpy') or 'absent'}"
+    libraries = f"Python {platform.python_version()}, numpy {_installed('numpy') or 'absent'}"
     yield Check("system", "platform", None, f"{platform.platform()}; {libraries}")
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota = _cpu_quota()
@@ -206,7 +206,7 @@ def _size(limit: int) -> str:
 
 
 def _torch() -> Iterator[Check]:
-    found = installed("torch")
+    found = _installed("torch")
     if found is None:
         why = "because it is not installed: pip install torch"
         yield Check("torch", "DDP hook", False, why)
@@ -237,11 +237,3 @@ def _variables() -> Iterator[Check]:
         yield Check("environment", name, good, detail)
     for name, why in environment.unknown().items():
         yield Check("environment", name, False, why)
-
-
-def installed(package: str) -> str | None:
-    """The version of a package; None when it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

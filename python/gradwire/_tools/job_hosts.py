@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradwire import _core
+from gradwire._base.packages import installed
 from gradwire._base.tables import table
 from gradwire._bootstrap.host_info import host_identity, machine_of
 from gradwire._communicator import Communicator
 from gradwire._init import init
-from gradwire._tools import doctor, status
+from gradwire._tools import status
 
 if TYPE_CHECKING:
     from gradwire._core import RankStatus
@@ -126,7 +127,7 @@ def _told_apart(hosts: list[Host]) -> list[Host]:
 
 
 def _settings() -> dict[str, str]:
-    versions = {name: doctor.installed(name) or "none" for name in ("gradwire", "numpy", "torch")}
+    versions = {name: installed(name) or "none" for name in ("gradwire", "numpy", "torch")}
     ipv4 = Path("/proc/sys/net/ipv4")
     limits = {
         name: " ".join((ipv4 / name).read_text().split())
