@@ -54,12 +54,12 @@ def main() -> int:
     """Measures on ranks of this host; rank 0 writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="default: 40; 400 with --metrics")
+    parser.add_argument("--rounds", type=int, help="default: 40; 800 with --metrics")
     parser.add_argument("--metrics", action="store_true", help="counting, in place of recording")
     parser.add_argument("--steps", type=int, default=10, help="of each block; default: 10")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.rounds = options.rounds or (400 if options.metrics else 40)
+    options.rounds = options.rounds or (800 if options.metrics else 40)
     return count(options) if options.metrics else spawned.run(options.ranks, serve, options)
 
 

@@ -17,15 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradwire
+import namespaces
 import numpy as np
 import pytest
 from gradwire import Communicator
 from gradwire._host import tcp_sockets
 from gradwire._metrics import exporter, places, text
 from gradwire._metrics.source import link_to
+from hosts import Network
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import LIMIT, eventually, outcomes, run
 
+MISSING = namespaces.missing()
 ROOT = Path(__file__).parents[3]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -270,6 +273,27 @@ def test_traffic_is_told_apart_by_what_lies_between() -> None:
     mesh.sites = ((0, 1, 2), (3,))
     found = [link_to(peer, mesh) for peer in (1, 2, 3)]
     assert found == ["within host", "between hosts", "between sites"]
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_between_hosts_it_says_so_and_what_tcp_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_METRICS", "0")
+
+    def body(comm: Communicator, pipe: Any) -> Samples:
+        comm.all_reduce(np.ones(1000, np.float32))
+        found = parsed(fetched())
+        comm.barrier()
+        return found
+
+    network = Network(2)
+    try:
+        shown = network.values([0, 0, 1], body)
+    finally:
+        network.close()
+    assert value(shown[0], "gradwire_sent_bytes_total", peer=2, link="between hosts") > 0
+    assert value(shown[0], "gradwire_sent_bytes_total", peer=1, link="within host") > 0
+    assert 0 < value(shown[0], "gradwire_tcp_round_trip_seconds", rank=0, peer=2) < 10
+    assert value(shown[2], "gradwire_tcp_retransmits_total", rank=2, peer=0) >= 0
 
 
 def test_labels_are_escaped() -> None:
