@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Compression, State, register
+from gradwire.torch.exchange import automatic
 from gradwire.torch.exchange.automatic import Chosen, Later, choose
 from gradwire.torch.exchange.defaults import Model
 from gradwire.torch.exchange.links import measured
@@ -131,7 +132,7 @@ def wide() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("link", "codec"),
-    [(None, "none"), ("100mbit,100us", "Stages((0, 'int8'), (500, 'lowrank'))")],
+    [(None, "none"), ("10mbit,100us", "Stages((0, 'int8'), (500, 'lowrank'))")],
 )
 @torch_ranks.on_ranks(2)
 def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
@@ -159,16 +160,17 @@ def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
     assert silent == []
 
 
-SLOW = "100mbit,100us"
+SLOW = gradwire.CostModel({"within.beta": 8e-6, "within.latency": 1e-5})  # a megabit a second
 CHOSEN_AT = 9  # steps
 
 
 def computing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Lets rank 1 compute so long in a step, and rank 0 not at all."""
+    """Lets rank 1 compute so long in a step, rank 0 not at all, and links be slow, as measured."""
     mine = seconds * dist.get_rank()
     monkeypatch.setattr(Later, "computing", lambda *_: mine)
+    monkeypatch.setattr(automatic, "measured", lambda *_: SLOW)
     monkeypatch.setenv("GRADWIRE_MODEL", "default")
-    monkeypatch.setenv("GRADWIRE_LINK", SLOW)
+    monkeypatch.setenv("GRADWIRE_LINK", "1gbit,10us")
 
 
 def trained(ddp: nn.Module, state: State, books: Books, steps: range) -> list[str]:

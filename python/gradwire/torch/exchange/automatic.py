@@ -70,8 +70,9 @@ class Later:
         return max(step - waited, 0.0)
 
     def settings(self, compute: float) -> Settings:
-        """The settings for a rank that computes so many seconds a step."""
-        return _settings(self._model, self._given, self._times.choice(compute))
+        """The settings for ranks that compute so long in a step; guesses were told before."""
+        found = self._times.choice(compute)
+        return _settings(self._model, self._given, found._replace(guess=""))
 
     def of(self, codec: str) -> Settings:
         """The settings of a training that goes on with a codec."""
