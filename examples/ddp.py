@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH = 100, 64
 
-dist.init_process_group("gloo")
+dist.init_process_group("gradwire")
 torch.manual_seed(0)  # the same target on all ranks
 target = torch.randn(100, 10)
 net = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10))

@@ -41,7 +41,7 @@ def train(codec, momentum=None):
     state.close()
 
 
-dist.init_process_group("gloo")
+dist.init_process_group("gradwire")
 train("none")
 train(
     gradwire.torch.Stages((0, "int8"), (INT8_STEPS, "onebit")),

@@ -24,7 +24,7 @@ STEPS, BATCH = 300, 32
 SECONDS = 0.05  # of a step, as a larger network would take
 checkpoint = sys.argv[1] if sys.argv[1:] else f"{tempfile.gettempdir()}/gradwire-slots.pt"
 
-dist.init_process_group("gloo")
+dist.init_process_group("gradwire")
 gradwire.catch_stops()  # SIGTERM and SIGUSR1 ask to stop, too
 rank = dist.get_rank()
 torch.manual_seed(0)  # the same target on all ranks
