@@ -132,7 +132,7 @@ class Contest:
         teams = self._prepare(op, nbytes)
         least = 2 * (self.ranks - 1) * nbytes
         turn = seconds / len(teams) / _MOST_ROUNDS
-        calls = {name: _fit(team, turn) for name, team in teams.items()}
+        calls = {name: fit(team, turn) for name, team in teams.items()}
         cost = sum(1.5 * team_calls * once for team_calls, once in calls.values())
         rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(seconds / cost)))
         times: dict[str, list[float]] = {name: [] for name in teams}
@@ -166,7 +166,7 @@ class Contest:
         found, seen = dict[str, float](), [placement.round_trip()]
         for name in names:
             before = _over_loopback()
-            found[name] = _turn(self._teams[name], calls[name][0])
+            found[name] = timed(self._teams[name], calls[name][0])
             if self.transport == "tcp" and nbytes >= _SURE and name != WALL:
                 _check_sent(name, (_over_loopback() - before) / calls[name][0], least)
             seen.append(placement.round_trip())
@@ -194,17 +194,17 @@ def rotated(names: list[str], turns: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def _fit(team: Team, seconds: float) -> tuple[int, float]:
+def fit(team: Team, seconds: float) -> tuple[int, float]:
     """How many calls make a turn of so many seconds, and how long one took at last."""
     calls = 1
     while True:
-        once = _turn(team, calls)
+        once = timed(team, calls)
         if calls * once >= seconds / _OF_A_TURN or calls == _MOST_CALLS:
             return max(1, min(_MOST_CALLS, round(seconds / once))), once
         calls = min(_MOST_CALLS, max(2 * calls, math.ceil(seconds / _OF_A_TURN / once)))
 
 
-def _turn(team: Team, calls: int) -> float:
+def timed(team: Team, calls: int) -> float:
     """Seconds of a call on the slowest rank; RuntimeError where a result was wrong."""
     answers = team.ask(do="turn", calls=calls)
     wrong = sum(each["wrong"] for each in answers)

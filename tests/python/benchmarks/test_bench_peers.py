@@ -157,7 +157,7 @@ def test_a_wrong_result_ends_the_run():
             return [{"wrong": 0, "seconds": 1.0}, {"wrong": 2, "seconds": 2.0}]
 
     with pytest.raises(RuntimeError, match="mpich: 2 elements of an all_reduce are wrong"):
-        peers._turn(Wrong(), 1)  # type: ignore[arg-type]
+        peers.timed(Wrong(), 1)  # type: ignore[arg-type]
 
 
 def test_whoever_did_not_use_tcp_is_found_out():
