@@ -52,6 +52,7 @@ Driver::Driver(Engine& engine, const Tuning& tuning)
 bool Driver::step(const Interrupt& interrupt) {
   if (++turns_ % kTurnsBetweenChecks == 0 && checks_due_.passed()) run_checks(interrupt);
   if (!advance()) return false;
+  backoff_.moved();
   if (liveness.waits()) liveness.stop_waiting();
   return true;
 }
@@ -188,8 +189,10 @@ void Driver::finish_current(bool unannounced) {
 // Spins first: a peer that runs answers within microseconds, less than sleeping and waking takes.
 // Then yields, which lets a peer that waits for this rank's core run; then sleeps.
 void Driver::back_off(unsigned idle, const Interrupt& interrupt) {
-  if (idle <= engine_.most_spins) return pause_spinning();
-  if (idle <= engine_.most_spins + kYields) return static_cast<void>(::sched_yield());
+  const unsigned spins = backoff_.spins(engine_.most_spins);
+  if (idle <= spins) return pause_spinning();
+  if (idle <= spins + backoff_.yields(engine_.most_spins))
+    return static_cast<void>(::sched_yield());
   sleep(interrupt);
 }
 
@@ -219,6 +222,7 @@ void Driver::end_links() noexcept {
 void Driver::sleep(const Interrupt& interrupt) {
   if (!prepare_sleep(interrupt)) {
     std::array<pollfd, kMostDoorbells> fds;
+    backoff_.sleeps();
     ::poll(fds.data(), put_doorbells(fds), longest_sleep());
     if (fds[0].revents != 0) engine_.wakeup.clear();
   }
@@ -231,7 +235,10 @@ bool Driver::prepare_sleep(const Interrupt& interrupt) {
   links.arm();
   transfer_links.arm();
   const bool moved = advance();  // again: a message that came before arm() rings no doorbell
-  if (moved) liveness.stop_waiting();
+  if (moved) {
+    backoff_.moved();
+    liveness.stop_waiting();
+  }
   return moved || engine_.has_requests;
 }
 

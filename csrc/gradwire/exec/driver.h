@@ -7,8 +7,9 @@
 // keeps a small call free of locks, and lets other threads submit while a long one runs.
 //
 // A driver that waits first spins, then yields, then sleeps in poll() on all doorbells: each step
-// costs less processor time and more latency than the one before. Before it sleeps it arms the
-// doorbells and looks once more, since what came before that rings none.
+// costs less processor time and more latency than the one before. Where waits are long it soon
+// sleeps at once. Before it sleeps it arms the doorbells and looks once more, since what came
+// before that rings none.
 #pragma once
 
 #include <poll.h>
@@ -18,6 +19,7 @@
 #include <span>
 
 #include "gradwire/base/deadline.h"
+#include "gradwire/base/spin.h"
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/exec/call_queue.h"
 #include "gradwire/exec/control/control_plane.h"
@@ -98,6 +100,7 @@ class Driver {
   unsigned idle_turns_ = 0;            // of the progress thread, in a row
   int ended_links_ = 0;                // peers that were reported to the links as gone
   std::uint16_t requests_agreed_ = 0;  // FrameFlags of all collectives so far
+  Backoff backoff_;
   SeenShapes shapes_;
 };
 

@@ -159,11 +159,14 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, TaskStates& 
     spins = std::min(spins, each->task->spins());
   }
   idle = moved ? 0 : idle + 1;
-  if (!moved && idle <= spins)
+  const unsigned now = backoff_.spins(spins);
+  if (moved)
+    backoff_.moved();
+  else if (idle <= now)
     pause_spinning();
-  else if (!moved && idle <= spins + kYields)
+  else if (idle <= now + backoff_.yields(spins))
     ::sched_yield();
-  else if (!moved)
+  else
     sleep(driven, next_service);
   lock.lock();
   turning_ = false;
@@ -198,7 +201,10 @@ void ProgressThread::sleep(const TaskStates& driven, const Deadline& until) {
   int most = until.milliseconds_left(kMostMilliseconds);
   doorbells_.assign(1, {bell_->fd(), POLLIN, 0});
   for (const auto& each : driven) most = std::min(most, each->task->before_sleep(doorbells_));
-  if (most >= 0) ::poll(doorbells_.data(), doorbells_.size(), most);
+  if (most >= 0) {
+    backoff_.sleeps();
+    ::poll(doorbells_.data(), doorbells_.size(), most);
+  }
   if (doorbells_.front().revents != 0) bell_->clear();
   for (const auto& each : driven) each->task->after_sleep();
 }

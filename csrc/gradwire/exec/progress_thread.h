@@ -18,6 +18,7 @@
 
 #include "gradwire/base/bell.h"
 #include "gradwire/base/deadline.h"
+#include "gradwire/base/spin.h"
 
 namespace gradwire::exec {
 
@@ -96,6 +97,7 @@ class ProgressThread {
   bool turning_ = false;      // the thread takes turns, or sleeps on doorbells
   Deadline serve_at_ = Deadline::never();  // of all that are served
   std::vector<pollfd> doorbells_;
+  Backoff backoff_;
   std::jthread thread_;
 };
 
