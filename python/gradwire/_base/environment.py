@@ -52,6 +52,15 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",
     ),
+    "GRADWIRE_PORT": (
+        "the TCP port at which all ranks of this host are reached from other hosts",
+        "a free one for each",
+    ),
+    "GRADWIRE_ADVERTISE": (
+        "HOST[:PORT] at which other hosts reach this one's ranks, where a router forwards to it; "
+        "none: they cannot, so that these ranks connect to theirs",
+        "the interface's address, and GRADWIRE_PORT",
+    ),
     "GRADWIRE_EXIT_FILE": (
         "where each rank notes how its program ended; `gradwire run` sets and reads it",
         "nowhere",
@@ -224,6 +233,18 @@ def _address(given: str) -> str:
     return given
 
 
+def _place(given: str) -> tuple[str, int]:
+    """A host and its port; 0 where none is given."""
+    try:
+        parts = urlsplit(f"//{given}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or parts.netloc != given or "@" in given or port == 0 or given.endswith(":"):
+        raise ValueError("is no HOST[:PORT], such as node7:29400, 192.0.2.1 or [2001:db8::1]:29400")
+    return host, port or 0
+
+
 def _file(given: str) -> str:
     """A file that is none, or not there on this host, is found by whoever reads or writes it."""
     try:
@@ -278,6 +299,8 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_IB_TIMEOUT": _whole("an exponent", 1, 31),
     "GRADWIRE_LINK": _link,
     "GRADWIRE_SOCKET_IFNAME": _pattern,
+    "GRADWIRE_PORT": _whole("a port", 1, 65535),
+    "GRADWIRE_ADVERTISE": _place,
     "GRADWIRE_EXIT_FILE": _anything,  # one that cannot be written does no harm
     "GRADWIRE_SERVERS": _whole("a number of shards", 1),
     "GRADWIRE_JOIN": _flag,
@@ -377,6 +400,13 @@ def number(name: str) -> float | None:
     """A variable as a number; None when unset. Raises InvalidArgument outside its limits."""
     value = _parsed(name, text(name))
     assert value is None or isinstance(value, float)
+    return value
+
+
+def place(name: str) -> tuple[str, int]:
+    """A variable as a host and a port; "" and 0 for what is not given."""
+    value = _parsed(name, text(name)) or ("", 0)
+    assert isinstance(value, tuple)
     return value
 
 

@@ -17,6 +17,7 @@ from functools import partial
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
+from gradwire._bootstrap.shared_port import advertised_host, advertised_port, chosen_port
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._bootstrap.through_torch.open_exchange import ANSWER_OVERHEAD, Question, answer_to
@@ -78,13 +79,21 @@ def advertised_store(
                 serve_until_reported(StoreServer(at, job, known, one_rendezvous=True))
             )
             endpoint = Endpoint(server.address, secret is not None, known)
-            advertise(endpoint)
+            advertise(replace(endpoint, address=_advertised(server.address)))
         else:
             endpoint = find()
         where = (endpoint.address, job, endpoint.secret)
         client = StoreClient(*where, deadline, partial(lost, 0), listens=True, rank=rank)
         stack.callback(client.close)
         yield client, endpoint.secret or None
+
+
+def _advertised(address: Address) -> Address:
+    """The address at which other hosts reach rank 0's store."""
+    host = advertised_host()
+    if address.local or not host or address.port != chosen_port():
+        return address
+    return Address(address.scheme, host, advertised_port())
 
 
 def pack_failure(reason: str) -> bytes:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import handshake
+from gradwire._bootstrap.handed import take_handed
 from gradwire._bootstrap.handshake import (
     OF_CLIENTS_THAT_MAY_STOP,
     REFUSAL,
@@ -38,9 +39,6 @@ from gradwire._bootstrap.keepalive import host_timeout
 from gradwire._host import encryption
 
 MAX_PENDING = 64
-# Connections that a listener queues. When the queue is full, the kernel drops attempts to connect,
-# and clients repeat them after 1, 2, 4, ... 32 seconds.
-BACKLOG = 1024
 PAUSE_SECONDS = 0.1  # in which a listener pauses when no descriptor is left to accept with
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -55,7 +53,7 @@ class Admitted(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Pending:
+class Pending:
     """A connection in the middle of its handshake, or of the request that follows."""
 
     sock: socket.socket
@@ -124,7 +122,7 @@ class Authenticator:
         self._job, self._secret, self._check, self._request = job, secret, check, request
         self._host = host_identity()  # here, since it takes a descriptor
         self._listeners = tuple(listeners)
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._paused: dict[socket.socket, Deadline] = {}
         self.shortage: OSError | None = None  # for which the last connection could not be accepted
         self.excluded: tuple[int, str] | None = None  # a rank whose settings exclude ours, and why
@@ -171,7 +169,7 @@ class Authenticator:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, address = listener.accept()
+            sock, address, received = _accepted(listener)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self._make_room(listener, error)
@@ -184,7 +182,7 @@ class Authenticator:
             sock.close()
             refusals.note(name, str(error))
             return
-        self.begin_handshake(sock, name)
+        self.begin_handshake(sock, name, received)
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Evicts a pending connection, or pauses the listener, which would stay readable."""
@@ -202,20 +200,25 @@ class Authenticator:
             del self._paused[listener]
             self._selector.register(listener, selectors.EVENT_READ, None)
 
-    def begin_handshake(self, sock: socket.socket, address: str) -> None:
-        """Begins the handshake on a connected socket, which the log calls `address`."""
+    def begin_handshake(self, sock: socket.socket, address: str, received: bytes = b"") -> None:
+        """Begins the handshake on a connected socket, which the log calls `address`.
+
+        Its first bytes may have been `received` before.
+        """
         self._make_place(is_welcome=False)
         sock.setblocking(False)
-        begun = server_handshake(
+        with suppress(OSError):  # it is gone again
+            self._await(sock, address, self._handshake_with(sock)).received = received
+
+    def _handshake_with(self, sock: socket.socket) -> Handshake:
+        return server_handshake(
             sock, self._host, self._job, self._secret, lambda hello: self._check(hello, sock)
         )
-        with suppress(OSError):  # it is gone again
-            self._await(sock, address, begun)
 
-    def _await(self, sock: socket.socket, address: str, begun: Handshake) -> _Pending:
+    def _await(self, sock: socket.socket, address: str, begun: Handshake) -> Pending:
         try:
             _, wanted = next(begun)
-            entry = _Pending(sock, address, begun, wanted, Deadline(handshake.HANDSHAKE_TIMEOUT))
+            entry = Pending(sock, address, begun, wanted, Deadline(handshake.HANDSHAKE_TIMEOUT))
             self._selector.register(sock, selectors.EVENT_READ, entry)
         except OSError:
             sock.close()
@@ -228,14 +231,14 @@ class Authenticator:
         if len(alike) >= MAX_PENDING:
             self._evict(alike, "others waited")
 
-    def _evict(self, entries: Sequence[_Pending], why: str) -> None:
+    def _evict(self, entries: Sequence[Pending], why: str) -> None:
         """Refuses the oldest of the address that has most of these, or of all if these are none."""
         entries = entries or self._pending
         counts = Counter(entry.address for entry in entries)
         oldest = max(entries, key=lambda entry: counts[entry.address])  # the first of equals
         self._refuse(oldest, f"{why}, and it had not {oldest.missed}")
 
-    def _advance(self, entry: _Pending) -> list[Admitted]:
+    def _advance(self, entry: Pending) -> list[Admitted]:
         try:
             part = entry.sock.recv(entry.wanted - len(entry.received))
             if not part:
@@ -260,7 +263,7 @@ class Authenticator:
             return self._admit(entry, proved.value)
         return []
 
-    def _admit(self, entry: _Pending, proven: Proven) -> list[Admitted]:
+    def _admit(self, entry: Pending, proven: Proven) -> list[Admitted]:
         self._forget(entry)
         if entry.is_welcome:
             return [Admitted(proven.hello, entry.sock)]
@@ -278,14 +281,22 @@ class Authenticator:
         self._await(sock, entry.address, request_of(proven, self._request)).is_welcome = True
         return []
 
-    def _refuse(self, entry: _Pending, reason: str) -> None:
+    def _refuse(self, entry: Pending, reason: str) -> None:
         self._forget(entry)
         entry.sock.close()
         refusals.note(entry.address, reason)
 
-    def _forget(self, entry: _Pending) -> None:
+    def _forget(self, entry: Pending) -> None:
         self._pending.remove(entry)
         self._selector.unregister(entry.sock)
+
+
+def _accepted(listener: socket.socket) -> tuple[socket.socket, object, bytes]:
+    """The next client, its address, and what was read from it; raises OSError."""
+    if listener.type != socket.SOCK_SEQPACKET:
+        return *listener.accept(), b""
+    sock, received = take_handed(listener)
+    return sock, sock.getpeername(), received
 
 
 def _name(sock: socket.socket, address: object) -> str:

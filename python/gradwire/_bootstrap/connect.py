@@ -19,7 +19,9 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.environment import MOST_STREAMS
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import BACKLOG, Admitted, Authenticator
+from gradwire._bootstrap import shared_port
+from gradwire._bootstrap.authenticator import Admitted, Authenticator
+from gradwire._bootstrap.handed import BACKLOG, open_listener
 from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
@@ -30,6 +32,7 @@ from gradwire._bootstrap.handshake import (
 )
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.mesh import (
+    NOWHERE,
     AddressInfo,
     Job,
     Link,
@@ -233,7 +236,8 @@ class _Attempt:
         self, sock: socket.socket, peer: int, purpose: Purpose, stream: int
     ) -> socket.socket:
         job, mesh = self._mesh.job, self._mesh
-        numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream
+        listener = self._addresses[peer].listener
+        numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream, listener
         hello = Hello(job.name, purpose, *numbers)
         return client_handshake(sock, hello, job.secret, self._deadline)
 
@@ -402,6 +406,8 @@ def _key(hello: Hello) -> tuple[int, Purpose, int]:
 def _require_route(lower: int, listens: AddressInfo, higher: int, connects: AddressInfo) -> None:
     """Raises RendezvousError when no packet can get from one rank's address to the other's."""
     why = ""
+    if listens.advertised:
+        return
     if family_of(listens.address) != family_of(connects.address):
         why = "one is IPv4 and one IPv6"
     elif listens.host == connects.host:
@@ -425,19 +431,37 @@ def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.soc
     peer that offers tcp alone connects there, too.
     """
     here = choice.interface.loopback and KINDS[transports[0]].local
-    listeners, unix, port = [], "", 0
+    listeners, unix, port, number = [], "", 0, 0
     name, address = choice.interface
-    if any(KINDS[name].local for name in transports):
+    advertised = "" if here else shared_port.advertised_host()
+    if advertised or any(KINDS[name].local for name in transports):
         unix = f"gradwire-{secrets.token_hex(8)}"
         listeners.append(_bind(socket.AF_UNIX, "\0" + unix))
-    if not here and not all(KINDS[name].local for name in transports):
-        target = choice.interface.target(address, 0)
-        listeners.append(_bind(choice.interface.family, target))
-        port = listeners[-1].getsockname()[1]
+    if not (here or advertised == NOWHERE or all(KINDS[name].local for name in transports)):
+        listener, port, number = _listen_beyond(choice.interface)
+        listeners.append(listener)
     share_memory = choice.interface.loopback and "shm" in transports  # all ranks are here
     networks = () if share_memory else networks_of(transports)
-    where = (unix, address, port, name, networks)
+    where = (unix, address, port, name, networks, advertised, number)
     return listeners, AddressInfo(host_identity(), process_name(), transports, *where)
+
+
+def _listen_beyond(interface: Interface) -> tuple[socket.socket, int, int]:
+    """A listener for other hosts; the port where they reach it, and its number there."""
+    shared = shared_port.chosen_port()
+    target = interface.target(interface.address, shared)
+    if not shared:
+        listener = _bind(interface.family, target)
+        return listener, listener.getsockname()[1], 0
+    number = secrets.randbits(64)
+    try:
+        shared_port.share(interface.family, target)
+        return open_listener(number), shared_port.advertised_port(), number
+    except OSError as error:
+        raise RendezvousError(
+            f"cannot listen on {interface} port {shared}, as GRADWIRE_PORT says ({error}): "
+            "end the program that has it, or choose another port"
+        ) from error
 
 
 def _bind(family: socket.AddressFamily, target: str | Target) -> socket.socket:
@@ -459,11 +483,22 @@ def open_socket(
     Over its Unix socket if the transport is local, or the peer listens nowhere else.
     """
     seconds = deadline.within(_CONNECT_SECONDS).left
-    if KINDS[transport].local or info.is_unix_only:
+    near = info.unix and info.advertised and info.host == host_identity()
+    if KINDS[transport].local or info.is_unix_only or near:
         return dial(socket.AF_UNIX, "\0" + info.unix, seconds)
+    if info.advertised:
+        return _dial_by_name(info.advertised, info.port, seconds)
     target, source = own.target(info.address, info.port), own.target(own.address, 0)
     try:
         return dial(own.family, target, seconds, source)
+    except TimeoutError as error:
+        raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.2g} s") from error
+
+
+def _dial_by_name(host: str, port: int, seconds: float) -> socket.socket:
+    """Connects to one of the addresses that a host's name stands for; raises OSError."""
+    try:
+        return socket.create_connection((host, port), seconds)
     except TimeoutError as error:
         raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.2g} s") from error
 

@@ -1,6 +1,6 @@
 """The handshake: both ends of a socket prove that they know the secret, and get keys for it.
 
-    client  hello(magic, version, purpose, job, communicator, epoch, from, to)    40 bytes
+    client  hello(magic, version, purpose, listener, job, communicator, epoch, from, to)  48 bytes
             Noise -> psk, e: the client's Side                                    60 bytes
     server  Noise <- e, ee: the server's Side                                     60 bytes
     client  Noise transport message: nothing                                      16 bytes
@@ -44,11 +44,13 @@ from gradwire._host.user_namespace import stands_for_all_unmapped
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a request that must follow
 
 _MAGIC = b"GWJ1"
-_VERSION = 3
-_HELLO = struct.Struct("<4sHBB16sIIii")
+_VERSION = 4
+_HELLO = struct.Struct("<4sHBBQ16sIIii")
+HELLO_BYTES = _HELLO.size
 _ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
 REFUSAL = bytes(_ANSWER)  # no message of Noise: a public key of zeros leads to no secret
+NOBODY = b"\1" + bytes(_ANSWER - 1)  # nor is this, which says that nobody listens there
 
 _log = logging.getLogger("gradwire")
 
@@ -104,17 +106,18 @@ class Hello:
     source: int = 0
     target: int = 0
     stream: int = 0
+    listener: int = 0  # which of those that share a port; see `shared_port`
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
         numbers = (self.communicator, self.epoch, self.source, self.target)
-        head = _MAGIC, _VERSION, self.purpose, self.stream
+        head = _MAGIC, _VERSION, self.purpose, self.stream, self.listener
         return _HELLO.pack(*head, job_digest(self.job), *numbers)
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
     """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
-    magic, version, purpose, stream, digest, *numbers = _HELLO.unpack(frame)
+    magic, version, purpose, stream, listener, digest, *numbers = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
     if version != _VERSION:
@@ -122,9 +125,15 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
     if not hmac.compare_digest(digest, job_digest(job)):
         raise HandshakeError(f"it belongs to another job than {job!r}")
     try:
-        return replace(Hello(job, Purpose(purpose), *numbers), stream=stream)
+        found = Hello(job, Purpose(purpose), *numbers)
     except ValueError:
         raise HandshakeError(f"its purpose {purpose} is unknown") from None
+    return replace(found, stream=stream, listener=listener)
+
+
+def listener_in(frame: bytes) -> int:
+    """The number of the listener that a frame from outside asks for, which may be no hello."""
+    return int(_HELLO.unpack(frame)[4])
 
 
 def job_digest(job: str) -> bytes:
@@ -195,6 +204,8 @@ def _prove(
     sock.settimeout(limit.left)
     sock.sendall(hello.pack() + noise.write(side.pack()))
     answer = receive(sock, _ANSWER, limit)
+    if answer == NOBODY:
+        raise ConnectionRefusedError("nobody listens there any more")
     try:
         cipher = _read_answer(noise, answer, side)
     except SettingsError:

@@ -269,7 +269,8 @@ def _ask(options: JoinOptions, entry: ListenerEntry, deadline: Deadline) -> Iter
     info, own = entry.address, _interface(entry.address)
     here = info.host == host_identity() and info.unix
     sock = open_socket(info, "shm" if here else "tcp", own.interface, limit)
-    hello = Hello(options.job, Purpose.JOIN, epoch=entry.epoch, source=options.number)
+    to = {"epoch": entry.epoch, "listener": info.listener}
+    hello = Hello(options.job, Purpose.JOIN, source=options.number, **to)
     sock = client_handshake(sock, hello, entry.secret, limit)
     with contextlib.closing(SurvivorLinks((), MOST_RANKS)) as links:
         links.add(_LEADER, sock)

@@ -25,6 +25,7 @@ from gradwire._host.tcp_sockets import TcpSocket
 from gradwire._host.transport_kinds import KINDS
 
 LANES = ("collective", "p2p")
+NOWHERE = "none"  # advertised by a rank to which no other host can connect
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class AddressInfo:
     port: int
     interface: str = ""  # for messages: the name of the interface that has the address
     networks: tuple[str, ...] = ()  # of transports, by which they reach other hosts
+    advertised: str = ""  # the host that others connect to, where it is not the address; NOWHERE
+    listener: int = 0  # its number at the port, where others of its host share that
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -145,11 +148,19 @@ class AddressInfo:
         """Whether it listens on a Unix socket alone, as all do where they are on one host."""
         return bool(self.unix) and not self.port
 
+    @property
+    def only_connects(self) -> bool:
+        """Whether other hosts cannot connect to it."""
+        return self.advertised == NOWHERE
+
     def where(self, transport: str) -> str:
         """The address that a transport connects to, for messages."""
         if KINDS[transport].local or self.is_unix_only:
             return f"@{self.unix}"
-        return f"{self.interface} {self.address} port {self.port}".lstrip()
+        if self.only_connects:
+            return f"{self.interface} {self.address}, with GRADWIRE_ADVERTISE={NOWHERE}".lstrip()
+        host = f", which advertises {self.advertised}," if self.advertised else ""
+        return f"{self.interface} {self.address}{host} port {self.port}".lstrip()
 
 
 _FIELDS: dict[str, type] = {
@@ -161,6 +172,8 @@ _FIELDS: dict[str, type] = {
     "port": int,
     "interface": str,
     "networks": list,
+    "advertised": str,
+    "listener": int,
 }
 _MAX_BYTES = 4096
 _MAX_CHARACTERS = 255
@@ -186,6 +199,8 @@ def _read_address_info(found: dict[str, Any]) -> AddressInfo:
         raise ValueError("a text in it is too long, or not printable")
     if not 0 <= found["port"] < 1 << 16:
         raise ValueError("its port is out of range")
+    if not 0 <= found["listener"] < 1 << 64:
+        raise ValueError("its listener's number is out of range")
     ipaddress.ip_address(found["address"])
     lists = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
     return AddressInfo(**{**found, **lists})

@@ -10,6 +10,7 @@ a wrong client cannot fill the memory.
 from __future__ import annotations
 
 import enum
+import hashlib
 import ipaddress
 import math
 import select
@@ -29,6 +30,7 @@ from gradwire._bootstrap.handshake import (
     SettingsError,
     client_handshake,
     dial,
+    job_digest,
     receive,
 )
 from gradwire._errors import Error, InvalidArgument, RendezvousError
@@ -128,6 +130,11 @@ def parse_address(url: str, *, any_port: bool = False) -> Address:
     )
 
 
+def number_of_store(job: str) -> int:
+    """The number of a job's store at a shared port, which clients know before they can ask."""
+    return int.from_bytes(hashlib.sha256(b"store" + job_digest(job)).digest()[:8], "little")
+
+
 class StoreClient:
     """A connection to a StoreServer. Any thread may use it; one request is under way at a time.
 
@@ -213,7 +220,8 @@ class StoreClient:
             sock.close()
 
     def _connect(self, deadline: Deadline, listens: bool) -> socket.socket:
-        hello = Hello(self._job, Purpose.STORE, source=self._rank)
+        number = number_of_store(self._job)
+        hello = Hello(self._job, Purpose.STORE, source=self._rank, listener=number)
         return _connect(self.address, hello, self._secret, deadline, listens)
 
     def _ask(self, operation: int, key: str, value: bytes, wait: float = 0.0) -> bytes:

@@ -18,8 +18,10 @@ from typing import Any
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import BACKLOG, Authenticator, refusals
+from gradwire._bootstrap.authenticator import Authenticator, refusals
+from gradwire._bootstrap.handed import BACKLOG, open_listener
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
+from gradwire._bootstrap.shared_port import chosen_port, share
 from gradwire._bootstrap.store import (
     ANSWER,
     MAX_KEY,
@@ -31,6 +33,7 @@ from gradwire._bootstrap.store import (
     Address,
     Operation,
     Status,
+    number_of_store,
 )
 from gradwire._errors import RendezvousError, describe
 
@@ -91,7 +94,7 @@ class StoreServer:
         self._closing = False
         self._one_rendezvous, self._is_over = one_rendezvous, False
         self._reason = b""
-        listeners = _listen([address, *also])
+        listeners = _listen([address, *also], number_of_store(job))
         self.address = _bound(address, listeners[0])
         self._made_by = os.getpid()  # the only process that removes the socket's file
         self._authenticator = Authenticator(listeners, job, secret, self._check)
@@ -297,21 +300,28 @@ class StoreServer:
                 del self._waiting[key]
 
 
-def _listen(addresses: Sequence[Address]) -> list[socket.socket]:
-    """Listens at all addresses that are this host's.
+def _listen(addresses: Sequence[Address], number: int = 0) -> list[socket.socket]:
+    """Listens at all addresses that are this host's; with this number where others share them.
 
     Raises RendezvousError when none is, or a port is taken.
     """
     listeners: list[socket.socket] = []
+    shared = False
     try:
         found = [each for address in addresses for each in address.resolve()]
         for family, target in dict.fromkeys(found):
             try:
-                listeners.append(_listen_at(family, target))
+                if family != socket.AF_UNIX and target[1] and target[1] == chosen_port():
+                    share(family, target)
+                    shared = True
+                else:
+                    listeners.append(_listen_at(family, target))
             except OSError as error:
-                none = (family, target) == found[-1] and not listeners
+                none = (family, target) == found[-1] and not (listeners or shared)
                 if none or error.errno != errno.EADDRNOTAVAIL:
                     raise
+        if shared:
+            listeners.append(open_listener(number))
     except OSError as error:
         for listener in listeners:
             listener.close()
@@ -381,6 +391,6 @@ def _is_leftover(path: str) -> bool:
 
 
 def _bound(address: Address, listener: socket.socket) -> Address:
-    if address.local:
+    if address.local or address.port:
         return address
     return address._replace(port=listener.getsockname()[1])

@@ -30,6 +30,7 @@ from gradwire._bootstrap.handshake import dial
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.rendezvous_exchange import await_rank
+from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.through_torch import asks
 from gradwire._bootstrap.through_torch.open_exchange import Question
@@ -179,7 +180,7 @@ def _choose_store_address(
     # Where nothing says whether there are several hosts, the user's choice of interface does.
     several = launch.several_hosts or environment.text("GRADWIRE_SOCKET_IFNAME") is None
     choice = choose(route.source, several_hosts=several, reached=reached)
-    return Address("tcp", choice.interface.address)
+    return Address("tcp", choice.interface.address, chosen_port())
 
 
 def _is_reachable_elsewhere(target: str) -> bool:

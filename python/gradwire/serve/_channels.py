@@ -174,7 +174,8 @@ def connect(
         transport = _choose(found, transports, interface, where)
         try:
             plain = open_socket(found, transport, interface.interface, deadline)
-            hello = Hello(job.name, Purpose.SERVE, directory.service_id, target=shard)
+            to = {"target": shard, "listener": found.listener}
+            hello = Hello(job.name, Purpose.SERVE, directory.service_id, **to)
             with plain, client_handshake(plain, hello, job.secret, deadline) as sock:
                 sock.sendall(client(transport).pack())
                 context = transport_kinds.context(transport)

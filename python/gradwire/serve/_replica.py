@@ -60,7 +60,8 @@ def connect(directory: Directory, job: Job, deadline: Deadline) -> tuple[socket.
         try:
             interface = directory.interface().interface
             sock = open_socket(found, "tcp", interface, deadline)
-            hello = Hello(job.name, Purpose.COORDINATE, directory.service_id)
+            number = found.listener
+            hello = Hello(job.name, Purpose.COORDINATE, directory.service_id, listener=number)
             sock = client_handshake(sock, hello, job.secret, deadline)
             return sock, f"the coordinator ({found.name})"
         except SettingsError as error:

@@ -45,6 +45,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"joining/test_{each}.py"
         for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages")
     ),
+    "_bootstrap/shared_port.py": ("joining/test_shared_port.py",),
+    "_bootstrap/handed.py": ("joining/test_shared_port.py",),
     "_bootstrap/store": ("joining/test_store.py",),
     "_bootstrap/authenticator.py": (
         "joining/test_handshake.py",

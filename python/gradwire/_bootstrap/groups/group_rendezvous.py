@@ -31,6 +31,7 @@ from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous import choose_transports, connect_ranks
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
+from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
@@ -160,4 +161,4 @@ def _interface(infos: Sequence[dict[str, Any]]) -> Choice:
 def _choose_store_address(infos: Sequence[dict[str, Any]]) -> Address:
     if len({each["host"] for each in infos}) == 1:
         return Address("unix", f"gradwire-{secrets.token_hex(8)}")
-    return Address("tcp", _interface(infos).interface.address)
+    return Address("tcp", _interface(infos).interface.address, chosen_port())
