@@ -61,6 +61,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "none: they cannot, so that these ranks connect to theirs",
         "the interface's address, and GRADWIRE_PORT",
     ),
+    "GRADWIRE_RELAY": (
+        "HOST:PORT of the rank's host that relays between ranks of which neither reaches the other",
+        "the first host that has a GRADWIRE_PORT",
+    ),
     "GRADWIRE_EXIT_FILE": (
         "where each rank notes how its program ended; `gradwire run` sets and reads it",
         "nowhere",
@@ -245,6 +249,13 @@ def _place(given: str) -> tuple[str, int]:
     return host, port or 0
 
 
+def _place_with_port(given: str) -> tuple[str, int]:
+    host, port = _place(given)
+    if not port:
+        raise ValueError("has no port: use HOST:PORT")
+    return host, port
+
+
 def _file(given: str) -> str:
     """A file that is none, or not there on this host, is found by whoever reads or writes it."""
     try:
@@ -301,6 +312,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_SOCKET_IFNAME": _pattern,
     "GRADWIRE_PORT": _whole("a port", 1, 65535),
     "GRADWIRE_ADVERTISE": _place,
+    "GRADWIRE_RELAY": _place_with_port,
     "GRADWIRE_EXIT_FILE": _anything,  # one that cannot be written does no harm
     "GRADWIRE_SERVERS": _whole("a number of shards", 1),
     "GRADWIRE_JOIN": _flag,

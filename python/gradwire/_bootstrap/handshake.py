@@ -86,6 +86,7 @@ class Purpose(enum.IntEnum):
     COORDINATE = 6
     JOIN = 7
     STREAM = 8
+    RELAY = 9
 
 
 _DATA = (Purpose.COLLECTIVE, Purpose.P2P, Purpose.STREAM)  # their readers may pause
@@ -134,6 +135,11 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
 def listener_in(frame: bytes) -> int:
     """The number of the listener that a frame from outside asks for, which may be no hello."""
     return int(_HELLO.unpack(frame)[4])
+
+
+def purpose_in(frame: bytes) -> int:
+    """The purpose in a frame from outside, which may be no hello."""
+    return int(_HELLO.unpack(frame)[2])
 
 
 def job_digest(job: str) -> bytes:

@@ -35,7 +35,7 @@ from gradwire._base.loops import survive
 from gradwire._base.texts import read_fields
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import Authenticator, refusals
-from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, job_digest
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, secret_of_store
 from gradwire._bootstrap.mesh import AddressInfo, Mesh, unpack_address_info

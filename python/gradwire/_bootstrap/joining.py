@@ -29,7 +29,8 @@ from typing import Generic
 from gradwire._base.deadline import Deadline
 from gradwire._base.shortage import raise_limit
 from gradwire._base.texts import read_fields
-from gradwire._bootstrap.connect import connect_mesh, open_socket
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.endpoints import open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.job_secret import secret_of_store
@@ -41,7 +42,7 @@ from gradwire._bootstrap.join_listener import (
     secret_key,
     unpack_entry,
 )
-from gradwire._bootstrap.mesh import AddressInfo, Job, Membership, Mesh
+from gradwire._bootstrap.mesh import NOWHERE, AddressInfo, Job, Membership, Mesh
 from gradwire._bootstrap.shrink import Made
 from gradwire._bootstrap.store import StoreClient, parse_address
 from gradwire._bootstrap.survivor_links import (
@@ -282,7 +283,8 @@ def _interface(info: AddressInfo) -> Choice:
     """The address to listen on, of a network that leads to the members."""
     if is_loopback(info.address):
         return loopback()
-    source = route_to(info.address, info.port or 9).source
+    host = info.advertised if info.advertised not in ("", NOWHERE) else info.address
+    source = route_to(host, info.port or 9).source
     return choose(source, several_hosts=True)
 
 

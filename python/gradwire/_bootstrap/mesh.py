@@ -133,7 +133,8 @@ class AddressInfo:
     interface: str = ""  # for messages: the name of the interface that has the address
     networks: tuple[str, ...] = ()  # of transports, by which they reach other hosts
     advertised: str = ""  # the host that others connect to, where it is not the address; NOWHERE
-    listener: int = 0  # its number at the port, where others of its host share that
+    listener: int = 0  # its number at a shared port and at relays
+    relays: bool = False  # whether it relays for others at its port
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -174,6 +175,7 @@ _FIELDS: dict[str, type] = {
     "networks": list,
     "advertised": str,
     "listener": int,
+    "relays": bool,
 }
 _MAX_BYTES = 4096
 _MAX_CHARACTERS = 255

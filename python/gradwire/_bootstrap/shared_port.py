@@ -153,8 +153,8 @@ class _Dispatcher(Authenticator):
         self._forget(entry)
         with entry.sock, suppress(OSError):  # the client sees the end, and comes again
             if not hand_to_listener(entry.sock, proven):
-                entry.sock.recv(_REST_BYTES)  # else the system might end it before the answer
                 entry.sock.sendall(NOBODY)
+                entry.sock.recv(_REST_BYTES)  # unread bytes could end the socket before the answer
         return []
 
 

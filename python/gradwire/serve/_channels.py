@@ -21,7 +21,7 @@ from gradwire._base.loops import survive
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import Admitted, Authenticator, refusals
-from gradwire._bootstrap.connect import listen, open_socket
+from gradwire._bootstrap.endpoints import listen, open_socket
 from gradwire._bootstrap.handshake import (
     HANDSHAKE_TIMEOUT,
     HandshakeError,

@@ -16,7 +16,7 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import Admitted, Authenticator, refusals
-from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import Error, InvalidArgument, Timeout, describe

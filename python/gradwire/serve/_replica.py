@@ -19,7 +19,7 @@ import numpy as np
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.connect import open_socket
+from gradwire._bootstrap.endpoints import open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
 from gradwire._bootstrap.mesh import Job
 from gradwire._errors import (

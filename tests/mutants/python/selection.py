@@ -45,6 +45,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"joining/test_{each}.py"
         for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages")
     ),
+    "_bootstrap/acceptor.py": ("joining/test_connecting.py",),
+    "_bootstrap/endpoints.py": ("joining/test_connecting.py", "joining/test_interfaces.py"),
+    "_bootstrap/relay.py": ("joining/test_relay.py",),
     "_bootstrap/shared_port.py": ("joining/test_shared_port.py",),
     "_bootstrap/handed.py": ("joining/test_shared_port.py",),
     "_bootstrap/store": ("joining/test_store.py",),

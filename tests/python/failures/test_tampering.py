@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.store import Address, StoreClient

@@ -14,9 +14,11 @@ from unittest import mock
 import pytest
 from gradwire import RendezvousError
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import connect
+from gradwire._bootstrap import acceptor as acceptors
+from gradwire._bootstrap import connect, endpoints
 from gradwire._bootstrap.authenticator import Admitted
-from gradwire._bootstrap.connect import connect_mesh, listen, open_socket
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.endpoints import listen, open_socket
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, SettingsError
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface
@@ -33,8 +35,9 @@ def mesh(rank: int = 1, size: int = 4) -> Mesh:
 
 
 @pytest.fixture
-def attempt() -> Iterator[Any]:
-    """Rank 1 of 4, which has the addresses of all."""
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Rank 1 of 4, which has the addresses of all, and does not wait for peers to turn round."""
+    monkeypatch.setattr(connect, "_TURN_SECONDS", 0.0)
     raised = mock.Mock()
     found: Any = connect._Attempt(
         mesh(), ("tcp",), Deadline(30), raised, lambda peer, text: RendezvousError(text)
@@ -59,10 +62,10 @@ def test_a_route_is_one_between_the_hosts(
     one: AddressInfo, other: AddressInfo, why: str | None
 ) -> None:
     if why is None:
-        connect._require_route(1, one, 3, other)
+        endpoints.require_route(1, one, 3, other)
         return
     with pytest.raises(RendezvousError, match=rf"rank 1 \(near:1\) uses .*{why}"):
-        connect._require_route(1, one, 3, other)
+        endpoints.require_route(1, one, 3, other)
 
 
 def test_a_pair_without_a_way_is_told(attempt: Any) -> None:
@@ -95,12 +98,16 @@ def test_ranks_listen_where_their_transports_need_it(
         bound.append((family, target))
         return mock.Mock(getsockname=lambda: (target, 4242))
 
-    monkeypatch.setattr(connect, "_bind", bind)
-    monkeypatch.setattr(connect, "networks_of", lambda names: ("its networks",))
+    monkeypatch.setattr(endpoints, "_bind", bind)
+    monkeypatch.setattr(endpoints, "networks_of", lambda names: ("its networks",))
     listeners, info = listen(transports, choice)
     families = [socket.AF_UNIX] * unix + [socket.AF_INET] * tcp
     assert [family for family, _ in bound] == families
-    assert len(listeners) == len(families)
+    by_relay = tcp and choice is BEYOND
+    assert len(listeners) == len(families) + by_relay
+    assert bool(info.listener) == by_relay
+    for each in listeners:
+        each.close()
     assert (bool(info.unix), info.port) == (unix, 4242 * tcp)
     assert not tcp or bound[-1][1][1] == 0  # any port
     assert (info.address, info.interface) == (choice.interface.address, choice.interface.name)
@@ -110,7 +117,7 @@ def test_ranks_listen_where_their_transports_need_it(
 
 def test_an_address_that_is_anothers_cannot_be_listened_at() -> None:
     with pytest.raises(RendezvousError, match="cannot listen on"):
-        connect._bind(socket.AF_INET, ("203.0.113.1", 0))
+        endpoints._bind(socket.AF_INET, ("203.0.113.1", 0))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_a_peer_is_reached_where_it_listens(
     transport: str, info: AddressInfo, unix: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dial = mock.Mock()
-    monkeypatch.setattr(connect, "dial", dial)
+    monkeypatch.setattr(endpoints, "dial", dial)
     open_socket(info, transport, BEYOND.interface, Deadline(LIMIT))
     family, target, seconds, *source = dial.call_args.args
     assert seconds == pytest.approx(20, abs=1)
@@ -235,7 +242,13 @@ def test_an_address_that_is_translated_is_told(
     attempt._compare_source(2)
 
 
-def test_missing_ranks_are_named_at_the_deadline(attempt: Any) -> None:
+def test_missing_ranks_are_named_at_the_deadline(
+    attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried before."""
+    attempt._transports = dict.fromkeys(range(4), "tcp")
+    tries = mock.Mock(side_effect=OSError(errno.ENETUNREACH, "no way"))
+    monkeypatch.setattr(connect, "open_socket", tries)
     attempt._deadline = Deadline(0.01)
     attempt._acceptor.wait = lambda _: [2, 3]
     text = r"timed out: rank 2 \(rank2:0\), 3 \(rank3:0\) of 4 published .*within 0.01 s"
@@ -244,7 +257,9 @@ def test_missing_ranks_are_named_at_the_deadline(attempt: Any) -> None:
     assert attempt._raise_if_peer_failed.called
     attempt._acceptor.wait = mock.Mock(side_effect=[[3], []])
     attempt._deadline = Deadline(LIMIT)
+    tries.reset_mock()
     attempt._await_higher()
+    assert [each.args[0].name for each in tries.call_args_list] == ["rank3:0"]
 
 
 def test_a_rank_alone_needs_no_socket() -> None:
@@ -264,7 +279,7 @@ def test_a_rank_alone_needs_no_socket() -> None:
 @pytest.fixture
 def acceptor() -> Iterator[Any]:
     """Of rank 1 of 4."""
-    found: Any = connect._Acceptor([], mesh())
+    found: Any = acceptors.Acceptor([], mesh())
     yield found
     found._authenticator.close()
 
@@ -282,7 +297,8 @@ def hello(**changes: Any) -> Hello:
         ({"communicator": 8}, "another communicator"),
         ({"epoch": 78}, "another start of the job"),
         ({"target": 2}, "does not expect rank 2 to connect to rank 2 for control"),
-        ({"source": 0}, "rank 1 does not expect rank 0 to connect to rank 1 for control"),
+        ({"source": 0}, None),  # which this rank may not reach
+        ({"source": 0, "purpose": Purpose.P2P}, "does not expect rank 0 to connect to rank 1 for"),
         ({"source": 1}, "does not expect rank 1"),
         ({"source": 4}, "does not expect rank 4"),
         ({"purpose": Purpose.STORE}, "for store"),
@@ -300,18 +316,42 @@ def test_who_is_not_expected_is_refused(
 def test_the_ranks_are_named_of_which_sockets_are_missing(acceptor: Any) -> None:
     assert acceptor.wait(Deadline(0)) == [2, 3]
     first = mock.Mock()
-    for purpose in connect._PURPOSES:
+    for purpose in acceptors.PURPOSES:
         acceptor._accept(Admitted(hello(purpose=purpose), first))
     assert acceptor.wait(Deadline(0)) == [3]
     assert not first.close.called
     acceptor._accept(Admitted(hello(), mock.Mock()))  # it tried again
     first.close.assert_called_once_with()
     assert len(acceptor.accepted()) == 3
-    for purpose in connect._PURPOSES:
+    for purpose in acceptors.PURPOSES:
         acceptor._accept(Admitted(hello(source=3, purpose=purpose), mock.Mock()))
     assert acceptor.wait(Deadline(LIMIT)) == []
     assert acceptor.close().keys() == acceptor._expected
     assert acceptor.close() == {}
+
+
+def test_one_rank_of_a_pair_makes_its_sockets(acceptor: Any) -> None:
+    acceptor.let_connect([0, 2])
+    assert acceptor.wait(Deadline(0)) == [3]
+    assert acceptor.claim(0)
+    with pytest.raises(HandshakeError, match="does not expect rank 0"):
+        acceptor._check(hello(source=0), mock.Mock())
+    acceptor.give_up(0)
+    acceptor._check(hello(source=0), mock.Mock())
+    acceptor._accept(Admitted(hello(source=0), mock.Mock()))
+    assert not acceptor.claim(0)
+    assert acceptor.wait(Deadline(0)) == [0, 3]
+    assert acceptor.claim(2)
+    acceptor.settle(2)
+    assert not acceptor._unsettled
+
+
+def test_a_peer_that_turned_round_early_is_waited_for(acceptor: Any) -> None:
+    """It connected before this rank knew the addresses."""
+    acceptor._accept(Admitted(hello(source=0), mock.Mock()))
+    acceptor.let_connect([0])
+    assert acceptor.is_taken(0)
+    assert acceptor.wait(Deadline(0)) == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +374,7 @@ def test_what_ends_the_acceptor_is_told(
         acceptor.wait(Deadline(LIMIT))
     acceptor.close()
     acceptor._authenticator.close.assert_called_once_with()
-    acceptor._authenticator.poll.assert_called_once_with(connect._ACCEPT_SECONDS)
+    acceptor._authenticator.poll.assert_called_once_with(acceptors.ACCEPT_SECONDS)
 
 
 def test_an_acceptor_that_is_closed_stops(acceptor: Any) -> None:

@@ -20,7 +20,8 @@ import pytest
 from elastic_job import Process
 from gradwire import _core, serve
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import connect, handshake, joining
+from gradwire._bootstrap import handshake, joining
+from gradwire._bootstrap.acceptor import Acceptor
 from gradwire._bootstrap.authenticator import Authenticator, RefusalLog
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, client_handshake
 from gradwire._bootstrap.mesh import Job, Mesh
@@ -223,7 +224,7 @@ def test_the_rank_that_accepts_learns_which_rank_it_excludes(
     let_clients_say(Setting.OFF, monkeypatch)
     mesh = Mesh(Job("job", SECRET), 0, 2, 0, ("here",) * 2, {}, LOOPBACK)
     listener = socket.create_server(("127.0.0.1", 0))
-    acceptor = connect._Acceptor([listener], mesh)
+    acceptor = Acceptor([listener], mesh)
     acceptor.start()
     hello = Hello("job", Purpose.CONTROL, source=1)
     with (

@@ -29,6 +29,7 @@ WRONG = {
     "GRADWIRE_SOCKET_IFNAME": [",,,", "=", "^=,"],
     "GRADWIRE_PORT": ["nan", "-3", "0", "65536"],
     "GRADWIRE_ADVERTISE": ["a:b", "a:0", "a:65536", ":1", "a/b", "u@h", "a:"],
+    "GRADWIRE_RELAY": ["a:b", "a", ":1"],
     "GRADWIRE_SERVERS": ["nan", "-3", "0"],
     "GRADWIRE_JOIN": ["nan", "-3"],
     "GRADWIRE_MAX_RANKS": ["nan", "-3", "0", "1e9"],
@@ -61,6 +62,7 @@ RIGHT = {
     "GRADWIRE_MAX_RANKS": ["1", "4096"],
     "GRADWIRE_TCP_STREAMS": ["1", "16", "auto"],
     "GRADWIRE_PORT": ["1", "65535"],
+    "GRADWIRE_RELAY": ["node7:29400", "[2001:db8::1]:29400"],
     "GRADWIRE_ADVERTISE": ["none", "node7", "node7:29400", "192.0.2.1", "[2001:db8::1]:29400"],
 }
 SECRETS = {"GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE"}

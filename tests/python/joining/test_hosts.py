@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import ranks
 from gradwire import Communicator, RendezvousError
-from gradwire._bootstrap import connect
+from gradwire._bootstrap import endpoints
 from gradwire._host.interfaces import interfaces
 from gradwire._tools import doctor
 from hosts import PORT, Network, Rank, debians_etc_hosts
@@ -114,7 +114,7 @@ def test_packets_that_vanish_are_an_error_on_all_ranks_too(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets vanish at a firewall that drops them silently."""
-    monkeypatch.setattr(connect, "_CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(endpoints, "CONNECT_SECONDS", 1.0)
     nowhere = "10.99.0.1 lladdr 02:00:00:00:00:07 dev dead0"
     network.hosts[1].ip(f"neigh replace {nowhere} nud permanent")
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gradwire._bootstrap.connect import _require_route
+from gradwire._bootstrap.endpoints import require_route
 from gradwire._bootstrap.mesh import AddressInfo, choose_transport, unpack_address_info
 from gradwire._bootstrap.rendezvous import choose_transports
 from gradwire._errors import InvalidArgument, RendezvousError
@@ -223,7 +223,7 @@ def test_addresses_that_do_not_meet_are_an_error_that_names_both(address: str, w
     other = replace(ADDRESS_INFO, host="host b", name="b:2", address=address, interface="eth7")
     message = rf"rank 3 \(a:1\) .* and rank 5 \(b:2\) eth7 .*{why}.*GRADWIRE_SOCKET_IFNAME"
     with pytest.raises(RendezvousError, match=message):
-        _require_route(3, ADDRESS_INFO, 5, other)
+        require_route(3, ADDRESS_INFO, 5, other)
 
 
 @pytest.mark.parametrize(

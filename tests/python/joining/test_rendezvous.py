@@ -377,7 +377,7 @@ def meet_two_hosts(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[F
     """Two ranks that each believe to be on a host of their own."""
     identity = threading.local()
     monkeypatch.setattr(
-        "gradwire._bootstrap.connect.host_identity", lambda: getattr(identity, "name", "unset")
+        "gradwire._bootstrap.endpoints.host_identity", lambda: getattr(identity, "name", "unset")
     )
 
     def call(place: LaunchInfo) -> Mesh:

@@ -18,7 +18,7 @@ from gradwire import Communicator, RendezvousError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
 from gradwire._bootstrap.authenticator import Authenticator
-from gradwire._bootstrap.connect import listen
+from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handed import open_listener
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, dial
 from gradwire._bootstrap.store import Address
@@ -94,7 +94,11 @@ def forward(pipe: Any, port: int, to: tuple[str, int]) -> None:
         pipe.send("it listens")
         while True:
             inner, _ = listener.accept()
-            outer = socket.create_connection(to)
+            try:
+                outer = socket.create_connection(to)
+            except OSError:  # nobody listens there yet
+                inner.close()
+                continue
             for each in ((inner, outer), (outer, inner)):
                 threading.Thread(target=pump, args=each, daemon=True).start()
 

@@ -22,7 +22,8 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import join_listener, torch_rendezvous
 from gradwire._bootstrap.advertised_store import endpoint_at, unpack_endpoint, unpack_place
 from gradwire._bootstrap.authenticator import Authenticator, RefusalLog
-from gradwire._bootstrap.connect import connect_mesh, listen
+from gradwire._bootstrap.connect import connect_mesh
+from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.join_listener import ListenerEntry, entry_key, unpack_entry
 from gradwire._bootstrap.launch_info import LaunchInfo

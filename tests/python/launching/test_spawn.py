@@ -17,7 +17,7 @@ import gradwire
 import numpy as np
 import pytest
 from gradwire import _spawn, spawn
-from gradwire._bootstrap.connect import _Acceptor
+from gradwire._bootstrap.acceptor import Acceptor
 from gradwire._spawn import SpawnedTraceback
 from ranks import LIMIT
 
@@ -295,6 +295,6 @@ def test_an_acceptor_that_fails_ends_the_rendezvous(monkeypatch: pytest.MonkeyPa
     def broken(*_: object) -> None:
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(_Acceptor, "_accept", broken)
+    monkeypatch.setattr(Acceptor, "_accept", broken)
     with pytest.raises(gradwire.RendezvousError, match="rank 0 can accept no connections any more"):
         spawn(lambda comm: comm.rank, 2)

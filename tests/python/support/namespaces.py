@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-_SYSTEM = "/usr/sbin:/sbin"  # where Debian has tc, and a user's PATH does not lead
+# Debian has tc in the last two, to which a user's PATH does not lead.
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _LIMIT = 30.0  # seconds, after which the kernel is taken not to do it
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -67,8 +68,7 @@ class Namespace:
 
     def command(self, *words: str, text: str | None = None) -> str:
         """What a program prints when it runs in the namespace, with `text` to read."""
-        path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
-        command = [shutil.which(words[0], path=path) or words[0], *words[1:]]
+        command = [shutil.which(words[0], path=PATH) or words[0], *words[1:]]
         return self.run(
             lambda: (
                 subprocess.run(
@@ -151,6 +151,20 @@ class Switch:
         # Addresses are usable at once, with nobody asked whether they are free.
         add = [f"addr add {each} dev {name}{' nodad' * (':' in each)}" for each in addresses]
         there.ip(f"link set {name} addrgenmode none up", *add)
+
+    def let_in(self, host: int, *ports: int) -> None:
+        """Drops, from now on, who connects to the host over IPv4 and TCP but to these ports.
+
+        As a firewall or NAT does: answers to what the host itself has begun get through.
+        """
+        there, rule = self.hosts[host], "filter add dev eth0 parent ffff: protocol ip prio"
+        tcp = "u32 match ip protocol 6 0xff match"
+        there.ip("link add sink type veth peer name drain", "link set sink up")
+        there.command(*["tc", "qdisc", "add", "dev", "eth0", "ingress"])
+        for port in ports:
+            there.command("tc", *f"{rule} 1 {tcp} u16 {port} 0xffff at 22 flowid 1:1".split())
+        begins = "u8 0x02 0x12 at 33 action mirred egress redirect dev sink"  # SYN without ACK
+        there.command("tc", *f"{rule} 2 {tcp} {begins}".split())
 
     @contextlib.contextmanager
     def cut(self, host: int) -> Iterator[None]:
