@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import time
 from typing import Any
@@ -77,11 +78,13 @@ def main() -> None:
     parser.add_argument("--compute", type=float, required=True, help="seconds of a step")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{options.meet}/store")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{options.meet}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     width = round(math.sqrt(options.parameters * 1e6 / LAYERS))
     steps = {each: step_of(each, width, options.compute)[0] for each in CODECS}
     auto, chosen = step_of("auto", width, options.compute)
-    if dist.get_rank() == 0:
+    if rank == 0:
         job.write(options.meet, {"steps": steps, "auto": auto, "chosen": chosen})
     dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Compression, Stages, register_fsdp
+from gradwire.torch.exchange import automatic
 from gradwire.torch.fsdp.shards import sharded_modules
 from sharded_training import (
     Books,
@@ -60,7 +61,7 @@ def test_without_codecs_it_is_torchs_training() -> None:
         state.close()
 
 
-@pytest.mark.parametrize(("link", "codec"), [(None, "none"), ("100mbit", "int8")])
+@pytest.mark.parametrize(("link", "codec"), [(None, "none"), ("2mbit", "int8")])
 @torch_ranks.on_ranks(4)
 def test_auto_follows_the_links(link: str | None, codec: str) -> None:
     with pytest.MonkeyPatch.context() as environment:
@@ -74,6 +75,27 @@ def test_auto_follows_the_links(link: str | None, codec: str) -> None:
             state.close()
     assert [each for each, _ in found] == [codec] * 2, found
     assert all(f"codec='auto' chose {codec}" in why for _, why in found)
+
+
+@torch_ranks.on_ranks(4)
+def test_auto_chooses_again_on_all_ranks_when_steps_have_shown_their_time() -> None:
+    """The rank that computes longest decides, whichever shard it has."""
+    slow = gradwire.CostModel({"within.beta": 8e-5, "within.latency": 1e-5})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_LINK", "1gbit,10us")
+        patch.setattr(automatic, "measured", lambda *_: slow)
+        seconds = 1000.0 * (dist.get_rank() == 3)
+        patch.setattr(automatic.Later, "computing", lambda *_: seconds)
+        for mesh in meshes().values():
+            module, state = registered(mesh, "auto")
+            codecs = []
+            for step in range(10):
+                backward(module, step)
+                codecs.append(str(state.codec))
+            assert codecs == ["int8"] * 8 + ["none"] * 2
+            assert "steps that compute 1e+06 ms" in state.why
+            assert state.state_dict()["chosen"] == ("none", True)
+            state.close()
 
 
 @on_ranks

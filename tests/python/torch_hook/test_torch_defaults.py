@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Compression, Stages, State, register
-from gradwire.torch.exchange.defaults import Model, sensitive, settings
+from gradwire.torch.exchange.defaults import Model, Settings, sensitive, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_training import backward, same_everywhere
@@ -99,7 +99,7 @@ def test_a_biased_codec_begins_in_int8_and_is_for_the_middle(codec: Any) -> None
 def test_what_is_chosen_step_by_step_or_unbiased_is_left_alone(codec: Any) -> None:
     model = Model(nn.Linear(3, 3), {})
     for given in (Compression(codec), Compression("onebit", warm_up=0)):
-        assert settings(model, given) == (given, "", False)
+        assert settings(model, given) == Settings(given)
 
 
 @pytest.mark.parametrize("warm_up", [-1, 1.5, "many", True])

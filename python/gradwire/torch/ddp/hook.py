@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
@@ -31,7 +32,6 @@ from gradwire._communicator import Communicator, Traffic
 from gradwire._errors import Aborted, Error, InvalidArgument
 from gradwire._trace import clock
 from gradwire._trace.track import naming
-from gradwire.torch.ddp.first_steps import FirstSteps
 from gradwire.torch.ddp.join_step import JoinStep
 from gradwire.torch.ddp.spans import StepSpans
 from gradwire.torch.ddp.training_state import TrainingState
@@ -95,7 +95,6 @@ class Steps(HookSteps):
         self._trains = False  # whether a forward ran since the last step began
         self._spans: StepSpans | None = None
         self._to_raise: Exception | None = None  # the error, with its traceback
-        self.first_steps: FirstSteps | None = None  # of a codec that may change after them
         self.submitted_steps = 0  # steps of which DDP has submitted the last bucket
         self.completions = Completions(f"gradwire-ddp-{communicator.rank}")
         self._step = _Step(communicator.traffic, None)
@@ -270,9 +269,14 @@ class Steps(HookSteps):
             joined = JoinStep(self._ddp(), trains=self._trains)
         self._trains = False
         if self.first_steps is not None:
-            self.first_steps.begin_step(self.communicator, self.counters.last.waited)
+            self.first_steps.begin_step(self.counters.last.waited, self._most)
         self._step = _Step(self.communicator.traffic, joined)
         self.exchange.open(self.done, self._read_scale(joined))
+
+    def _most(self, seconds: float) -> float:
+        found = np.array([seconds])
+        self.communicator.all_reduce(found, op="max")
+        return float(found[0])
 
     def _read_scale(self, joined: JoinStep | None) -> GradientScale:
         """The scale of the gradients of the step that begins, the same on all ranks."""

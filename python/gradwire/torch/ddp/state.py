@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -11,17 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._base.rules import require_matches
 from gradwire._communicator import Communicator
 from gradwire._errors import InvalidArgument
-from gradwire._feedback import ErrorFeedback
 from gradwire.torch._ranks.settings import require_algorithm
 from gradwire.torch.ddp.clipping import Clipping
-from gradwire.torch.ddp.first_steps import FirstSteps
 from gradwire.torch.ddp.hook import Steps
 from gradwire.torch.ddp.momentum import momentum_of
 from gradwire.torch.ddp.training_state import TrainingState
 from gradwire.torch.ddp.unused import UnusedParameters
 from gradwire.torch.exchange.automatic import Later
 from gradwire.torch.exchange.compression import START, CompressionLike, compression_of
-from gradwire.torch.exchange.defaults import Settings, tell
 from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
 from gradwire.torch.exchange.hook_state import BY_PARAMETER, HookState
 from gradwire.torch.exchange.optimizer_watch import OptimizerWatch, require_no_momentum
@@ -94,14 +90,12 @@ class State(HookState):
             communicator.size,
         )
         self._steps = Steps(communicator, algorithm, self._training, ddp)
-        if later is not None:
-            self._steps.first_steps = FirstSteps(later, self)
         self._guarded: Callable[[], None] | None = None  # raises if a backward bypassed the hook
         self._has_forward = False  # since `register`, with gradients
         self._watch = OptimizerWatch(self, momentum=has_momentum)
         if optimizer is not None:
             self._watch.look_at(optimizer, self)
-        self._begin(owns_communicator)
+        self._begin(owns_communicator, later)
 
     def __repr__(self) -> str:
         failed = f", error={self.error!r}" if self.error else ""
@@ -111,28 +105,6 @@ class State(HookState):
             f"codec={self.codec!r}, algorithm={self.algorithm!r}, steps={self.steps}, "
             f"bytes={self.bytes}{failed}{why})"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `HookState.state_dict`; where "auto" chose the codec, with that."""
-        found, first = super().state_dict(), self._steps.first_steps
-        return found if first is None else {**found, "chosen": (first.codec, first.over)}
-
-    def _go_on(self, saved: Mapping[str, Any]) -> None:
-        if (first := self._steps.first_steps) is None:
-            return
-        if "chosen" in saved:
-            first.go_on(*saved["chosen"])
-        if saved["feedback"]:
-            self._training.change_rules(self._rules, ErrorFeedback())
-
-    def _change(self, chosen: Settings) -> None:
-        """Takes other settings between two steps; the next ones deliver what residuals hold."""
-        given = chosen.compression
-        self._rules, self.codec, self.why = given.table, given.codec, chosen.why
-        self._training.change_rules(self._rules, given.residuals(self._rules))
-        self._note_use()
-        if self.communicator.rank == 0:
-            tell(chosen, None)
 
     def _is_reached(self) -> bool:
         return self._has_forward or self._steps.submitted_steps > 0

@@ -93,17 +93,14 @@ def choose(
     """
     if given.codec != AUTO:
         return Chosen(settings(model, given))
-    found = _times(model, ranks, _Way(), clock)
-    if isinstance(found, _Choice):
-        return Chosen(_settings(model, given, found))
-    found.consider_low_rank(model, given.min_elements, optimizer)
-    first = found.choice(None)
-    return Chosen(_settings(model, given, first), Later(model, given, found, first.codec))
+    return _chosen(
+        model, given, _times(model, ranks, _Way(), (given.min_elements, optimizer), clock)
+    )
 
 
 def choose_for_shards(
     model: Model, ranks: Ranks, given: Compression, group: dist.ProcessGroup | None
-) -> Settings:
+) -> Chosen:
     """Takes the given codec, or chooses for a model that is sharded; every rank calls it.
 
     `ranks` have the replicas of a shard, and `group` the shards of a replica; without replicas
@@ -111,16 +108,22 @@ def choose_for_shards(
     it.
     """
     way = _Way("reduce_scatter") if group is None else _Way("all_reduce", group.size())
-    own: _Choice | None = None
+    own: _Times | _Choice | None = None
     if given.codec == AUTO:
-        found = _times(model, ranks, way, time.perf_counter)
-        own = found if isinstance(found, _Choice) else found.choice(None)
-    choice = [own]
+        own = _times(model, ranks, way._replace(hides=False), None, time.perf_counter)
+    common = [own]
     if group is not None:  # other shards may have other links; ranks with a codec come here too
-        dist.broadcast_object_list(choice, group=group, group_src=0)
+        dist.broadcast_object_list(common, group=group, group_src=0)
     if own is None:
-        return settings(model, given)
-    return _settings(model, given, choice[0] or own)
+        return Chosen(settings(model, given))
+    return _chosen(model, given, common[0] or own)
+
+
+def _chosen(model: Model, given: Compression, found: _Times | _Choice) -> Chosen:
+    if isinstance(found, _Choice):
+        return Chosen(_settings(model, given, found))
+    first = found.choice(None)
+    return Chosen(_settings(model, given, first), Later(model, given, found, first.codec))
 
 
 def told(given: Compression, chosen: Settings) -> str:
@@ -138,33 +141,20 @@ def _settings(model: Model, given: Compression, choice: _Choice) -> Settings:
 
 
 class _Way(NamedTuple):
-    """The way of gradients: a collective, over this part of them."""
+    """The way of gradients: a collective, over this part of them, beside backward or after it."""
 
     collective: str = "all_reduce"
     shards: int = 1
+    hides: bool = True
 
 
-class _Times:
-    """Predicted times of averaging by codec, and why a codec is none of them."""
+class _Times(NamedTuple):
+    """Predicted times by codec, and what they rest on; plain data, which ranks can exchange."""
 
-    def __init__(self, nbytes: float, ranks: Ranks, way: _Way, costs: CostModel) -> None:
-        self.on_gpus, self.guess, self._left = False, "", ""
-        self._nbytes, self._ranks, self._way, self._costs = nbytes, ranks, way, costs
-        self._exchanges: dict[str, Exchange] = {
-            codec: partial(self._share, codec) for codec in _CODECS
-        }
-        self.steps = StepTimes(nbytes, self._exchanges)
-
-    def consider_low_rank(
-        self, model: Model, min_elements: int, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Adds lowrank, if this optimizer can step what it delivers."""
-        if unsuited := _why_not_low_rank(optimizer, self.on_gpus):
-            self._left = f"; lowrank is left out: {unsuited}"
-            return
-        parts = _low_rank_parts(model, min_elements)
-        self._exchanges[_LOW_RANK] = partial(self._share_of_low_rank, parts)
-        self.steps = StepTimes(self._nbytes, self._exchanges)
+    steps: StepTimes
+    rate: float  # of the links, in bit/s
+    on_gpus: bool
+    left: str = ""  # why a codec is left out
 
     def choice(self, compute: float | None) -> _Choice:
         """The least lossy codec whose step is nearly as fast as the fastest one's."""
@@ -172,47 +162,75 @@ class _Times:
         limit = _NEARLY * min(seconds.values())
         codec = next(name for name, its in seconds.items() if its <= limit)
         times = ", ".join(f"{name} {its * 1e3:.3g} ms" for name, its in seconds.items())
-        rate = 8 / self._costs.parameters[f"{link_of(self._ranks)}.beta"]
         what = "averaging" if compute is None else f"steps that compute {compute * 1e3:.3g} ms"
         why = (
-            f"codec='auto' chose {codec}: for the {self._nbytes / 1e6:.3g} MB of gradients over "
-            f"links that were measured at {_words(rate)}, {what} would take {times}{self._left}"
+            f"codec='auto' chose {codec}: for the {self.steps.nbytes / 1e6:.3g} MB of gradients "
+            f"over links that were measured at {_words(self.rate)}, {what} would take "
+            f"{times}{self.left}"
         )
-        return _Choice(codec, why, self.guess)
-
-    def _share(self, codec: str, share: float) -> float:
-        return self._seconds(self._nbytes * share, codec)
-
-    def _seconds(self, nbytes: float, codec: str) -> float:
-        """The seconds of a collective of so many bytes of float32."""
-        hosts = [list(each) for each in self._ranks.hosts]
-        by = _core.Codec(codec)
-        core, (collective, _) = self._costs._core, self._way
-        return core.choose(collective, self._ranks.size, nbytes, hosts, by)[2]
-
-    def _share_of_low_rank(self, parts: _LowRankParts, share: float) -> float:
-        sums = [self._seconds(each * share, "none") for each in parts.factors if each]
-        sums += [self._seconds(parts.rest * share, "int8")] if parts.rest else []
-        return sum(sums) + _SECONDS_PER_BYTE * parts.whole * share
+        return _Choice(codec, why, _GUESS if self.on_gpus else "")
 
 
-def _times(model: Model, ranks: Ranks, way: _Way, clock: Clock) -> _Times | _Choice:
-    """Measures the links; or says why no codec can pay."""
+def _times(
+    model: Model,
+    ranks: Ranks,
+    way: _Way,
+    low_rank: tuple[int, torch.optim.Optimizer | None] | None,
+    clock: Clock,
+) -> _Times | _Choice:
+    """Measures the links; or says why no codec can pay.
+
+    With `low_rank`, its min_elements and the optimizer, lowrank is a candidate.
+    """
     gradients = [p for p in model.parameters.values() if p.requires_grad and compressible(p)]
     nbytes = 4 * sum(map(gradient_elements, gradients)) / way.shards
     if ranks.size == 1 or not nbytes:
         return _none("there is nothing to compress")
     on_gpus = any(each.is_cuda for each in gradients)
-    costs = ranks.cost_model.parameters
     if on_gpus and len(ranks.hosts) == 1:
         return _none("between GPUs of one host none pays")
-    if len(ranks.hosts) == 1 and not costs["within.beta"]:
+    if len(ranks.hosts) == 1 and not ranks.cost_model.parameters["within.beta"]:
         return _none("over shared memory none pays")
     found = measured(ranks, clock)
-    times = _Times(nbytes, ranks, way, _of_gpus(found) if on_gpus else found)
-    if on_gpus:
-        times.on_gpus, times.guess = True, _GUESS
-    return times
+    costs = _Costs(ranks, _of_gpus(found) if on_gpus else found, way.collective)
+    exchanges: dict[str, Exchange] = {
+        codec: partial(costs.share, codec, nbytes) for codec in _CODECS
+    }
+    left = ""
+    if low_rank is not None:
+        min_elements, optimizer = low_rank
+        if unsuited := _why_not_low_rank(optimizer, on_gpus):
+            left = f"; lowrank is left out: {unsuited}"
+        else:
+            parts = _low_rank_parts(model, min_elements)
+            exchanges[_LOW_RANK] = partial(costs.share_of_low_rank, parts)
+    hides = way.hides or on_gpus
+    return _Times(StepTimes(nbytes, exchanges, hides=hides), costs.rate, on_gpus, left)
+
+
+class _Costs(NamedTuple):
+    """What a collective of these ranks costs."""
+
+    ranks: Ranks
+    model: CostModel
+    collective: str
+
+    @property
+    def rate(self) -> float:
+        """The rate of the links, in bit/s."""
+        return 8 / self.model.parameters[f"{link_of(self.ranks)}.beta"]
+
+    def share(self, codec: str, nbytes: float, share: float) -> float:
+        """The seconds of a call over a share of so many bytes of float32."""
+        hosts = [list(each) for each in self.ranks.hosts]
+        by, size = _core.Codec(codec), self.ranks.size
+        return self.model._core.choose(self.collective, size, nbytes * share, hosts, by)[2]
+
+    def share_of_low_rank(self, parts: _LowRankParts, share: float) -> float:
+        """The seconds of what lowrank makes of a share of all gradients."""
+        sums = [self.share("none", each, share) for each in parts.factors if each]
+        sums += [self.share("int8", parts.rest, share)] if parts.rest else []
+        return sum(sums) + _SECONDS_PER_BYTE * parts.whole * share
 
 
 _GUESS = (

@@ -15,6 +15,9 @@ from gradwire._communicator import Communicator
 from gradwire._feedback import ErrorFeedback
 from gradwire._launch import at_exit
 from gradwire.torch.exchange import saved as saving
+from gradwire.torch.exchange.automatic import Later
+from gradwire.torch.exchange.defaults import Settings, tell
+from gradwire.torch.exchange.first_steps import FirstSteps
 from gradwire.torch.exchange.gradient_scale import persistent_state_of
 from gradwire.torch.exchange.residual_state import ResidualState
 from gradwire.torch.exchange.rules import CodecChoice, Rules, compressible, gradient_elements
@@ -36,8 +39,13 @@ class HookState:
     _steps: HookSteps
     _close: Any
 
-    def _begin(self, owns_communicator: bool) -> None:
-        """Takes the residuals for this state's own; steps are closed with the state, or at exit."""
+    def _begin(self, owns_communicator: bool, later: Later | None) -> None:
+        """Takes the residuals for this state's own; steps are closed with the state, or at exit.
+
+        `later` chooses the codec again after the first steps.
+        """
+        if later is not None:
+            self._steps.first_steps = FirstSteps(later, self)
         self._note_use()
         self._close = weakref.finalize(self, self._steps.close, owns_communicator)
         # gradwire closes it at exit: weakref's own order depends on what was imported first.
@@ -116,7 +124,9 @@ class HookState:
         """
         self._require_averaged()
         self._steps.abandon_step()
-        return {**saving.stamp(self.communicator, self.steps), **self._training.state_dict()}
+        found = {**saving.stamp(self.communicator, self.steps), **self._training.state_dict()}
+        first = self._steps.first_steps
+        return found if first is None else {**found, "chosen": (first.codec, first.over)}
 
     def load_state_dict(self, saved: Mapping[str, Any], *, resized: bool = False) -> None:
         """Continues from this rank's `state_dict`; every rank calls it, before a step.
@@ -169,7 +179,22 @@ class HookState:
             self._training.paused = before
 
     def _go_on(self, saved: Mapping[str, Any]) -> None:
-        """Takes up what a saved training had chosen, before its residuals."""
+        """Takes up what "auto" had chosen for a saved training, before its residuals."""
+        if (first := self._steps.first_steps) is None:
+            return
+        if "chosen" in saved:
+            first.go_on(*saved["chosen"])
+        if saved["feedback"]:
+            self._training.change_rules(self._rules, ErrorFeedback())
+
+    def _change(self, chosen: Settings) -> None:
+        """Takes other settings between two steps; the next ones deliver what residuals hold."""
+        given = chosen.compression
+        self._rules, self.codec, self.why = given.table, given.codec, chosen.why
+        self._training.change_rules(self._rules, given.residuals(self._rules))
+        self._note_use()
+        if self.communicator.rank == 0:
+            tell(chosen, None)
 
     def _require_pausable(self) -> None:
         """Raises InvalidArgument where the hook cannot be paused."""

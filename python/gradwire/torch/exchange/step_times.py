@@ -21,8 +21,11 @@ Exchange = Callable[[float], float]
 class StepTimes:
     """The times of a step by codec, for gradients of so many bytes."""
 
-    def __init__(self, nbytes: float, exchanges: Mapping[str, Exchange]) -> None:
-        self.nbytes = nbytes
+    def __init__(
+        self, nbytes: float, exchanges: Mapping[str, Exchange], *, hides: bool = True
+    ) -> None:
+        """With `hides`, averaging goes on beside backward; otherwise that waits for it."""
+        self.nbytes, self._hides = nbytes, hides
         self._shares = [each / nbytes for each in _buckets(nbytes)]
         self._seconds = {
             codec: [known[share] for share in self._shares]
@@ -40,6 +43,8 @@ class StepTimes:
 
     def step(self, codec: str, compute: float) -> float:
         """The seconds of a step in which a rank computes for so many."""
+        if not self._hides:
+            return compute + self.exchange(codec)
         done, share = 0.0, 0.0
         for part, seconds in zip(self._shares, self._seconds[codec], strict=True):
             share += part

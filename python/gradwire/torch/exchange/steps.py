@@ -13,6 +13,7 @@ from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Traffic
 from gradwire._errors import Aborted, Error
 from gradwire.torch.exchange.engine import Exchange
+from gradwire.torch.exchange.first_steps import FirstSteps
 
 
 class StepStats(NamedTuple):
@@ -153,6 +154,7 @@ class HookSteps:
         # A copy that is never raised: a traceback would keep the model alive.
         self.error: Exception | None = None
         self.counters = Counters(exchange.communicator.size, passes)
+        self.first_steps: FirstSteps | None = None  # of a codec that may change after them
         self.done = 0  # steps whose gradients were all averaged, without paused ones
         self.closed = False
 

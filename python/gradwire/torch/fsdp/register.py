@@ -78,7 +78,7 @@ def register_fsdp(
     replicas = first.replicate_group
     communicator, owns = ranks.connect(first.shard_group if replicas is None else replicas)
     shard_group = None if replicas is None else first.shard_group
-    chosen = choose_for_shards(whole, communicator, given, shard_group)
+    chosen, later = choose_for_shards(whole, communicator, given, shard_group)
     gathering: Communicator | None = communicator if replicas is None else None
     owned = [communicator] if owns else []
     if payloads is not None and gathering is None:
@@ -95,6 +95,7 @@ def register_fsdp(
         scaler=scaler,
         optimizer=optimizer,
         owned=owned,
+        later=later,
     )
     state = made_alike(
         make,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,8 @@ from gradwire._calls.requests import CodecLike
 from gradwire._communicator import Communicator
 from gradwire._errors import Aborted, Error, InvalidArgument
 from gradwire.torch._ranks.settings import require_algorithm
-from gradwire.torch.exchange.compression import Compression
+from gradwire.torch.exchange.automatic import Later
+from gradwire.torch.exchange.compression import START, Compression
 from gradwire.torch.exchange.engine import Exchange
 from gradwire.torch.exchange.gradient_scale import Scaler, persistent_state_of
 from gradwire.torch.exchange.hook_state import HookState
@@ -61,17 +63,19 @@ class FSDPState(HookState):
         scaler: Scaler | None,
         optimizer: torch.optim.Optimizer | None,
         owned: Sequence[Communicator],
+        later: Later | None = None,
     ) -> None:
         """Takes the options of `register_fsdp`; `shard_group` is None for a model without replicas.
 
-        Gradients are on `device`. `owned` are the communicators that `close` closes too. Raises
-        InvalidArgument.
+        Gradients are on `device`. `owned` are the communicators that `close` closes too. `later`
+        chooses the codec again after the first steps. Raises InvalidArgument.
         """
         self.communicator, self.codec = communicator, compression.codec
         self._rules = compression.table
         self._shards, self._shard_group = shards, shard_group
         collective = "reduce_scatter" if shard_group is None else "all_reduce"
-        require_algorithm(algorithm, self._rules.lossy, communicator, collective)
+        lossy = self._rules.lossy or (None if later is None else START)
+        require_algorithm(algorithm, lossy, communicator, collective)
         require_matches(compression.rules, [each.name for each in shards])
         kept = compression.residuals(self._rules)
         options: tuple[Any, ...] = (self._rules, kept, scaler, optimizer)
@@ -92,7 +96,7 @@ class FSDPState(HookState):
         self._steps = ShardSteps(
             communicator, training, votes, owned, device, algorithm=algorithm, passes=passes
         )
-        self._begin(owns_communicator=True)
+        self._begin(True, later)
         watch = OptimizerWatch(self)
         if optimizer is not None:
             watch.look_at(optimizer, self)
@@ -200,17 +204,19 @@ class ShardSteps(HookSteps):
         self._stream: torch.cuda.Stream | None = None  # of reductions on a GPU
         self._task: int | None = None  # of autograd, in which the last step began
         self._buckets = self._bytes = 0
+        self._waited = 0.0  # seconds in its reductions, where the host waits for them
         self._spent = Spent()
         self._finite: list[torch.Tensor] = []  # whether each result is
 
     def reduce(self, bucket: Bucket, run: Callable[[Call], Iterable[torch.Tensor]]) -> None:
         """Makes a bucket's calls by `run`, which returns their results."""
         self.begin()
-        before = self.communicator.traffic
+        began, before = time.perf_counter(), self.communicator.traffic
         for call in self.exchange.residuals.calls(bucket):
             for result in run(call):
                 self._finite.append(torch.isfinite(result).all())
         self._spent = self._spent.plus(self.communicator.traffic, before)
+        self._waited += time.perf_counter() - began
         self._buckets += 1
         self._bytes += sum(each.numel() * each.element_size() for each in bucket.whole)
 
@@ -242,9 +248,12 @@ class ShardSteps(HookSteps):
         if self.exchange.is_open and task == self._task:
             return
         _require_whole_backward(task)
+        if self.first_steps is not None:
+            self.first_steps.begin_step(self._waited, self._most)
         self.exchange.open(self.done, self.exchange.residuals.scales.read())
         self._task = task
         self._buckets = self._bytes = 0
+        self._waited = 0.0
         self._spent, self._finite = Spent(), []
         Variable._execution_engine.queue_callback(self._end)
 
@@ -272,6 +281,12 @@ class ShardSteps(HookSteps):
         feedback, stream = residuals.feedback, self._stream.cuda_stream
         feedback._require_finite(probe.data_ptr(), probe.numel(), probe, stream)
         return True
+
+    def _most(self, seconds: float) -> float:
+        least = torch.tensor([-seconds], dtype=torch.float32, device=self.device)
+        for vote in self._votes:
+            vote(least)
+        return -float(least)
 
     def _yes(self) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device="cpu").to(device=self.device)

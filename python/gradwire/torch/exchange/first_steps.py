@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
-from gradwire._communicator import Communicator
 from gradwire.torch.exchange.automatic import Later
 from gradwire.torch.exchange.defaults import Settings
 
@@ -33,10 +31,11 @@ class FirstSteps:
         self._found: list[float] = []
         self.codec, self.over = later.codec, False
 
-    def begin_step(self, communicator: Communicator, waited: float) -> None:
+    def begin_step(self, waited: float, most: Callable[[float], float]) -> None:
         """Notes that a step begins; every rank calls it, with nothing else under way.
 
-        At the end of the step before, this rank `waited` so many seconds.
+        In the step before, this rank `waited` so many seconds. `most` tells the largest number that
+        any rank gives.
         """
         if self.over:
             return
@@ -45,9 +44,8 @@ class FirstSteps:
             self._found.append(self._later.computing(now - self._began, waited))
         self._began = now
         if len(self._found) == _UNSETTLED + _TIMED:
-            slowest = np.array([statistics.median(self._found[_UNSETTLED:])])
-            communicator.all_reduce(slowest, op="max")
-            self._take(self._later.settings(float(slowest[0])), over=True)
+            slowest = most(statistics.median(self._found[_UNSETTLED:]))
+            self._take(self._later.settings(slowest), over=True)
 
     def go_on(self, codec: str, over: bool) -> None:
         """Takes the codec of a saved training, for good if that had chosen so."""
