@@ -20,8 +20,6 @@ namespace gradwire::transport {
 namespace {
 
 constexpr const char* kClosed = "the peer closed it or died";
-// Half of what Linux lets a new connection hold: the sender goes on while the receiver wakes up.
-constexpr std::size_t kMostAwaited = 32 * 1024;
 
 class TcpTransport final : public QueuedTransport {
  public:
@@ -219,10 +217,15 @@ bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
   return true;
 }
 
-// Has the doorbell ring when the rest of the frame is here, or much of it: not for every packet. It
+// Has the doorbell ring when the rest of the frame is here, and not for every packet; or as much of
+// it as lets the sender go on while this rank wakes up: Linux holds half of the buffer's size. It
 // rings at once for what came since the last look. At the start of a frame nobody knows its length.
 void TcpTransport::await_frame(TcpStream& stream) noexcept {
-  const int bytes = static_cast<int>(std::min(stream.inbox.missing(), kMostAwaited));
+  int room = 0;
+  socklen_t size = sizeof room;
+  ::getsockopt(stream.wire.socket, SOL_SOCKET, SO_RCVBUF, &room, &size);
+  const auto missing = static_cast<int>(stream.inbox.missing());
+  const int bytes = std::max(1, std::min(missing, room / 4));
   if (std::exchange(stream.wakes_at, bytes) != bytes)
     ::setsockopt(stream.wire.socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }
