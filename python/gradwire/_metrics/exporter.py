@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ class _Exporter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[Source] = []
+        self._released: deque[Source] = deque()
         self._ended: dict[Key, float] = {}  # the sums of communicators that have ended
         self._failed = False
         self.place: Port | File | None = None
@@ -41,18 +43,31 @@ class _Exporter:
             self._ended |= source.info(_version())
 
     def release(self, source: Source) -> None:
-        """Keeps only the sums of a communicator that has ended."""
-        with self._lock:
-            if source in self._open:
-                self._open.remove(source)
-                self._failed |= source.failed
-                self._ended = total((self._ended, source.samples(ended=True)))
+        """Keeps only the sums of a communicator that has ended.
+
+        The garbage collector may call it in any thread, also in one that has the lock.
+        """
+        self._released.append(source)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._add_released()
+            finally:
+                self._lock.release()
 
     def text(self) -> str:
         """All of it as Prometheus reads it."""
         with self._lock:
+            self._add_released()
             parts = [self._ended, *(each.samples() for each in self._open)]
         return render(with_ratios(total(parts)))
+
+    def _add_released(self) -> None:
+        while self._released:
+            source = self._released.popleft()
+            if source in self._open:
+                self._open.remove(source)
+                self._failed |= source.failed
+                self._ended = total((self._ended, source.samples(ended=True)))
 
     def end(self) -> None:
         """Closes the port; removes the file, unless it tells of a failure."""

@@ -296,6 +296,28 @@ def test_between_hosts_it_says_so_and_what_tcp_knows(monkeypatch: pytest.MonkeyP
     assert value(shown[2], "gradwire_tcp_retransmits_total", rank=2, peer=0) >= 0
 
 
+def test_a_communicator_may_be_collected_while_metrics_are_read(port: None) -> None:
+    released: list[Any] = []
+
+    class Source(exporter.Source):
+        def samples(self, **how: Any) -> Any:
+            while released:  # as the garbage collector would, at any allocation
+                exporter.release(released.pop())
+            return super().samples(**how)
+
+    def body(comm: Communicator) -> float:
+        comm.all_reduce(np.ones(8, np.float32))
+        comm._counted.__class__ = Source
+        if comm.rank == 1:
+            released.append(comm._counted)
+        comm.barrier()
+        return sum(value(parsed(exporter.text()), "gradwire_calls_total", rank=r) for r in (0, 1))
+
+    found = run(2, body)
+    assert min(found) >= 3  # nothing of the collected one is lost
+    assert released == []
+
+
 def test_labels_are_escaped() -> None:
     hostile = 'a"b\\c\nd'
     shown = text.render({text.key("gradwire_info", rank=0, job=hostile): 1})
