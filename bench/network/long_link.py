@@ -44,19 +44,32 @@ LINKS = ((1000, 80, 0.0), (1000, 80, 0.001), (200, 60, 0.0), (1000, 0.1, 0.0))
 def long_link(mbit: float, round_trip: float, loss: float) -> Iterator[list[namespaces.Namespace]]:
     """Two hosts with a link of so many Mbit/s between them, and a round trip in ms."""
     sites = [namespaces.Namespace() for _ in ADDRESSES]
-    queue = max(20.0, round_trip)
-    numbers = [f"{each:g}" for each in (mbit, round_trip / 2, loss, queue)]
-    command = [PROGRAM, *(site.path for site in sites), *numbers]
     with contextlib.ExitStack() as stack:
         for site in sites:
             stack.callback(site.close)
-        carrier = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        stack.callback(carrier.kill)
-        assert carrier.stdout is not None
-        assert carrier.stdout.readline() == "up\n"
+        stack.enter_context(carried(sites, mbit, round_trip, loss))
         for site, address in zip(sites, ADDRESSES, strict=True):
-            site.ip("link set far0 mtu 9000 txqueuelen 5000 up", f"addr add {address}/24 dev far0")
+            site.ip(f"addr add {address}/24 dev far0")
         yield sites
+
+
+@contextlib.contextmanager
+def carried(
+    spaces: list[namespaces.Namespace], mbit: float, round_trip: float, loss: float
+) -> Iterator[None]:
+    """Meanwhile two namespaces have a device far0 each, and a link of this kind between them."""
+    queue = max(20.0, round_trip)
+    numbers = [f"{each:g}" for each in (mbit, round_trip / 2, loss, queue)]
+    command = [PROGRAM, *(each.path for each in spaces), *numbers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as carrier:
+        try:
+            assert carrier.stdout is not None
+            assert carrier.stdout.readline() == "up\n"
+            for each in spaces:
+                each.ip("link set far0 mtu 9000 txqueuelen 5000 up")
+            yield
+        finally:
+            carrier.kill()
 
 
 def all_reduces(

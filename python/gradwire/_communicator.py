@@ -157,6 +157,11 @@ class Communicator(
         return self._hosts
 
     @property
+    def sites(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each site: hosts that GRADWIRE_SITE, or the round trip, sets apart."""
+        return self._mesh.sites or (tuple(range(self.size)),)
+
+    @property
     def transports(self) -> dict[int, str]:
         """The transport to each peer: "inproc", "shm", "rdma", "tcp" or "emulated"."""
         return {peer: each.links["collective"].transport for peer, each in self._mesh.peers.items()}

@@ -460,6 +460,10 @@ class Communicator:
     # Once, when all links are made.
     def join(self, family: Family, /) -> None: ...
     def set_model(self, model: CostModel, /) -> None: ...  # on all ranks, between two calls
+    # Likewise: the ranks of each site, seconds one way between two, and per byte of its link.
+    def set_sites(
+        self, ranks: Sequence[Sequence[int]], latency: float, seconds_of_byte: float, /
+    ) -> None: ...
     # Collectives wait so long, where their timeouts are shorter, for a rank that answers.
     def set_patience(self, seconds: float, /) -> None: ...
 

@@ -330,6 +330,8 @@ def get(spec: str) -> NativeCodec:
     Raises InvalidArgument, which lists the known names, for anything else.
     """
     name, _, rest = _core.Codec(arguments.text(spec, "codec")).name.partition(":")
+    if rest.startswith("between="):
+        raise InvalidArgument(f"codec={spec!r} says between what all_reduce encodes: leave it out")
     (kind,) = (each for each in NativeCodec.__subclasses__() if each._name == name)
     types = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     options = (each.split("=", 1) for each in rest.split(",") if each)

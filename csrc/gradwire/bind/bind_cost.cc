@@ -41,7 +41,7 @@ double predict(const CostModel& model, const schedule::Schedule& schedule, doubl
   schedule::Question asked = question(model, schedule.ranks, bytes, hosts, codec, most_message);
   asked.network.slow = slow;
   for (const auto& [ranks, beta, latency, uplinks] : levels)
-    asked.network.levels.push_back({ranks, beta, latency, uplinks});
+    asked.network.levels.push_back({ranks, beta, latency, uplinks, {}});
   return schedule::predict(model, schedule, asked);
 }
 

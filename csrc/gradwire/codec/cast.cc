@@ -50,12 +50,12 @@ void check_scale(double scale) {
 std::shared_ptr<const Codec> make_fp16(Parameters& parameters) {
   const double scale = parameters.number("scale", 1);
   check_scale(scale);
-  const std::string name = scale == 1 ? "fp16" : "fp16:scale=" + shortest(scale);
-  return std::make_shared<Cast>(name, Definition::Kind::kFp16, static_cast<float>(scale));
+  return std::make_shared<Cast>(parameters.canonical(), Definition::Kind::kFp16,
+                                static_cast<float>(scale));
 }
 
-std::shared_ptr<const Codec> make_bf16(Parameters&) {
-  return std::make_shared<Cast>("bf16", Definition::Kind::kBf16, 1.0F);
+std::shared_ptr<const Codec> make_bf16(Parameters& parameters) {
+  return std::make_shared<Cast>(parameters.canonical(), Definition::Kind::kBf16, 1.0F);
 }
 
 }  // namespace gradwire::codec

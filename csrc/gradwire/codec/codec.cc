@@ -24,6 +24,8 @@ struct NamedFactory {
   CodecFactory* make;
 };
 
+constexpr std::string_view kBetweenSites = ":between=sites";  // first in a canonical name
+
 constexpr NamedFactory kCodecs[] = {
 #define GRADWIRE_ENTRY(name) NamedFactory{#name, make_##name},
     GRADWIRE_CODECS(GRADWIRE_ENTRY)
@@ -31,6 +33,10 @@ constexpr NamedFactory kCodecs[] = {
 };
 
 }  // namespace
+
+bool Codec::between_sites() const noexcept {
+  return name().find(kBetweenSites) != std::string::npos;
+}
 
 void Codec::prepare(const float*, std::size_t, const EncodeContext&) const {}
 void Codec::adapt(std::size_t, CodecState&) const {}
@@ -73,8 +79,12 @@ std::shared_ptr<const Codec> make_codec(std::string_view spec) {
     known += (known.empty() ? "" : ", ") + std::string(entry.name);
     if (entry.name != name) continue;
     Parameters parameters(name, rest);
+    const bool between_sites = rest.find("between=") != std::string_view::npos &&
+                               parameters.choice("between", {"ranks", "sites"}) == "sites";
     auto codec = entry.make(parameters);
     parameters.finish();
+    if (between_sites && codec->combine() != Combine::kReencode)
+      parameters.refuse("between", "sites", "for codecs that encode sums anew, such as int8");
     return codec;
   }
   throw InvalidArgument("unknown codec '" + std::string(name) + "'; use one of: " + known);

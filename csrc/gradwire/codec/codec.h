@@ -127,6 +127,9 @@ class Codec {
   std::size_t block() const noexcept { return properties_.block; }
   bool fixed_size() const noexcept { return properties_.fixed_size; }
   const SecondsPerByte& seconds_per_byte() const noexcept { return properties_.seconds_per_byte; }
+  // Returns whether only what goes between sites is encoded: any codec that encodes sums anew takes
+  // "between=sites".
+  bool between_sites() const noexcept;
   // Returns whether an all_reduce of so many ranks should gather payloads rather than encode sums
   // anew.
   virtual bool gathers(int /*ranks*/) const noexcept { return false; }

@@ -69,6 +69,7 @@ double Parameters::number(std::string_view key, double fallback) {
   if (text.empty()) return fallback;
   double value = 0;
   if (!parse(text, value)) refuse(key, text, "not a number");
+  if (value != fallback) note(key, shortest(value));
   return value;
 }
 

@@ -31,8 +31,7 @@ class Parameters {
   double real(std::string_view key, double fallback, double least, double most);
   // Returns the value, which must be one of `choices`, or the first of them where it was not given.
   std::string choice(std::string_view key, std::initializer_list<std::string_view> choices);
-  // Returns the canonical name: with what whole(), real() and choice() returned, but
-  // without defaults.
+  // Returns the canonical name: with the values that were returned, but without defaults.
   std::string canonical() const { return canonical_; }
   // Throws InvalidArgument that says: `key` has the value `text`, which is `reason`.
   [[noreturn]] void refuse(std::string_view key, const std::string& text,

@@ -81,6 +81,11 @@ void Communicator::set_model(schedule::CostModel model) {
   engine_->plans.set_model(std::move(model));
 }
 
+void Communicator::set_sites(schedule::Sites sites) {
+  const std::lock_guard lock(engine_->mutex);
+  engine_->plans.set_sites(std::move(sites));
+}
+
 AwaitedSenders& Communicator::awaited_senders() noexcept { return engine_->senders; }
 
 Traffic Communicator::traffic() const { return engine_->traffic.read(); }
@@ -117,7 +122,10 @@ void Communicator::adopt_link(Lane lane, std::string_view transport,
 }
 
 void Communicator::join(std::shared_ptr<Family> family) {
-  engine_->family = std::move(family);
+  {
+    const std::lock_guard lock(engine_->mutex);
+    engine_->family = std::move(family);
+  }
   engine_->family->join(*engine_);
 }
 

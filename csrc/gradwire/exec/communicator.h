@@ -27,7 +27,7 @@ class Communicator {
   void adopt_control(transport::Connection connection, Rank peer);
   void adopt_link(Lane lane, std::string_view transport, transport::Connection connection,
                   Rank peer, double timeout, const Interrupt& interrupt = nullptr);
-  // Joins a family until it is closed: once, after the last adopt_link(), before any call.
+  // Joins a family until it is closed: once, after the last adopt_link(), before the user's calls.
   void join(std::shared_ptr<Family> family);
   const Identity& identity() const noexcept;
   // Reports to `observer`, or to none, from the next call on.
@@ -37,6 +37,7 @@ class Communicator {
   void set_patience(double seconds) noexcept;
   // Sets the cost model behind algorithm="auto": the same on all ranks, between two calls.
   void set_model(schedule::CostModel model);
+  void set_sites(schedule::Sites sites);  // likewise
   void run(const Request& request, const Interrupt& interrupt = nullptr);
   // Starts the request and drives it for some microseconds; wait() does the rest. `slow` is called
   // before it takes longer, which it does to find out which rank failed.

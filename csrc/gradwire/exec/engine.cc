@@ -43,6 +43,7 @@ std::shared_ptr<Work> Engine::enqueue(Lock& lock, const Request& given) {
   Request request = given;
   request.rank = identity.rank;
   request.size = identity.size;
+  request.codec = plans.codec_for(request);
   check_arrays(request);
   life.require_alive();
   auto pending = calls.take_spare();

@@ -22,11 +22,24 @@ constexpr double kMostFrames = 8192, kMostFramesOfTree = 1 << 19;
 constexpr double kFewBytes = 16 * 1024;
 constexpr int kMostGatherers = 16;
 
-std::vector<int> host_of(const Question& question) {
-  std::vector<int> hosts(at(question.ranks), 0);
-  for (std::size_t h = 0; h < question.hosts.size(); ++h)
-    for (Rank rank : question.hosts[h]) hosts[at(rank)] = static_cast<int>(h);
-  return hosts;
+bool has_sites(const Question& question) { return question.sites.ranks.size() > 1; }
+
+// Returns what hierarchical takes for its groups: sites where there are several, else hosts.
+const std::vector<std::vector<Rank>>& groups_of(const Question& question) {
+  return has_sites(question) ? question.sites.ranks : question.hosts;
+}
+
+std::vector<int> site_of(const Question& question) {
+  if (!has_sites(question)) return {};
+  return group_of(question.ranks, question.sites.ranks);
+}
+
+Network network_of(const Question& question) {
+  Network network = question.network;
+  const Sites& sites = question.sites;
+  if (has_sites(question))
+    network.levels.push_back({1, sites.beta, sites.latency, 1, site_of(question)});
+  return network;
 }
 
 // Where ranks share cores, a star of few bytes needs the fewest switches between them. Of more
@@ -42,11 +55,14 @@ std::vector<std::string> candidates(const Question& question) {
   std::vector<std::string> names;  // ties go to the first
   for (std::string_view name : algorithms(question.collective))
     if (is_candidate(question, name)) names.emplace_back(name);
-  const std::size_t hosts = question.hosts.size();
-  const bool nested = hosts > 1 && hosts < at(question.ranks);
+  const std::size_t groups = groups_of(question).size();
+  const bool nested = groups > 1 && groups < at(question.ranks);
+  std::vector<const char*> outers = {"direct", "ring", "halving_doubling"};
+  if (has_sites(question) && !question.codec) outers.push_back("recursive_doubling");
+  if (question.between_sites && has_sites(question) && nested) names.clear();
   if (question.collective == Collective::kAllReduce && nested)
     for (const char* inner : {"direct", "binary_tree"})
-      for (const char* outer : {"direct", "ring", "halving_doubling"})
+      for (const char* outer : outers)
         names.push_back("hierarchical(" + std::string(inner) + "," + outer + ")");
   std::stable_partition(names.begin(), names.end(),
                         [](const std::string& name) { return name == "direct"; });
@@ -54,7 +70,7 @@ std::vector<std::string> candidates(const Question& question) {
 }
 
 Recipe recipe_of(const Question& question, const std::string& algorithm) {
-  return {question.collective, algorithm, question.ranks, question.root, question.hosts};
+  return {question.collective, algorithm, question.ranks, question.root, groups_of(question)};
 }
 
 // Returns a lower bound on the time of any schedule of this shape whose rounds wait for each other.
@@ -77,10 +93,13 @@ class Trial {
       : model_(model),
         work_{std::vector<double>(at(schedule.chunks), question.bytes / schedule.chunks),
               1,
-              host_of(question),
+              group_of(question.ranks, question.hosts),
               question.codec,
               question.ratio,
-              question.network},
+              network_of(question),
+              0,
+              site_of(question),
+              question.between_sites && has_sites(question)},
         frames_(schedule, model, work_),
         most_message_(question.most_message),
         smallest_segment_(question.hosts.size() > 1 ? kLeastSegmentBetweenHosts : kLeastSegment) {
@@ -131,12 +150,14 @@ class Trial {
   }
 
   // Trees have few messages, and go at their pace only when the first segment has come back down:
-  // where they are not compared with others, more segments of them are simulated.
+  // where they are not compared with others, more segments of them are simulated. So they are where
+  // many segments are on their way to other sites at once.
   int slices_to_simulate() const {
     const double messages = std::max<double>(1, static_cast<double>(frames_.messages().size()));
+    const double most = work_.site_of.empty() ? 16 : 64;
     const bool more = alone_ && messages <= 4 * frames_.ranks();
     const double segments = more ? std::clamp(kMostFramesOfTree / messages, 2.0, 64.0)
-                                 : std::clamp(kMostFrames / messages, 2.0, 16.0);
+                                 : std::clamp(kMostFrames / messages, 2.0, most);
     return std::max(2, static_cast<int>(segments) * work_.slices / work_.segments);
   }
 
@@ -215,6 +236,13 @@ Choice best_gathered(const CostModel& model, const Question& question) {
 }
 
 }  // namespace
+
+std::vector<int> group_of(int ranks, const std::vector<std::vector<Rank>>& groups) {
+  std::vector<int> found(at(ranks), 0);
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    for (Rank rank : groups[g]) found[at(rank)] = static_cast<int>(g);
+  return found;
+}
 
 double predict(const CostModel& model, const Schedule& schedule, const Question& question) {
   return Trial(model, question, schedule).unchosen();

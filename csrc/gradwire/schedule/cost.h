@@ -93,13 +93,26 @@ CostModel default_model(const LinkCost& within, const LinkCost& between, int cor
 inline constexpr const char* kAnyCodec = "any";  // stands for any codec without costs of its own
 inline constexpr double kHeaderBytes = 32;       // of each frame, on the wire
 
-// Groups of hosts, such as racks, each of which one link joins to the rest, in both directions.
-// Ranks are in order: group k has those from k·ranks on.
+// Groups of hosts, such as racks or sites, each of which one link joins to the rest, in both
+// directions. Ranks are in order, group k has those from k·ranks on, unless `group_of` is set.
 struct Level {
   int ranks = 1;       // of a group; a multiple of the ranks of a group of the level below
   double beta = 0;     // seconds per byte of the link
   double latency = 0;  // seconds one way
   int uplinks = 1;  // equal parts of the link; all messages between two hosts take the same of them
+  std::vector<int> group_of = {};  // by rank
+
+  int group(Rank rank) const { return group_of.empty() ? rank / ranks : group_of[at(rank)]; }
+};
+
+// Returns the number of each rank's group.
+std::vector<int> group_of(int ranks, const std::vector<std::vector<Rank>>& groups);
+
+// Groups of hosts that are far apart, where each byte between them counts.
+struct Sites {
+  std::vector<std::vector<Rank>> ranks = {};  // of each; empty: all are in one
+  double latency = 0;                         // seconds one way between two of them
+  double beta = 0;                            // seconds per byte of each one's link to the others
 };
 
 // What a network is beside hosts that reach each other at their own rates.
@@ -138,7 +151,9 @@ struct Workload {
   std::optional<CodecCost> codec = {};  // set for a lossy codec
   double ratio = 1;                     // wire bytes per byte of the array
   Network network = {};
-  int slices = 0;  // of each chunk; 0: as many as there are segments
+  int slices = 0;                 // of each chunk; 0: as many as there are segments
+  std::vector<int> site_of = {};  // by rank; empty: all ranks at one site
+  bool between_sites = false;     // the codec encodes only what goes between sites
 
   Cut cut() const { return {segments, slices == 0 ? segments : slices}; }
 };
@@ -157,8 +172,10 @@ struct Question {
   Rank root = 0;
   double bytes = 0;
   std::vector<std::vector<Rank>> hosts = {};  // the ranks of each; empty: one host
+  Sites sites = {};                           // hosts lie in them
   std::optional<CodecCost> codec = {};        // set for a lossy codec; the schedule is then in-tree
   double ratio = 1;
+  bool between_sites = false;         // the codec encodes only what goes between sites
   double most_message = kUsualFrame;  // bytes of a frame, at most; infinity: no limit, as on GPUs
   Network network = {};               // predict() alone takes it
 };

@@ -23,15 +23,33 @@ Cut cut_into(int segments, double chunk, double message) {
   return {segments, static_cast<int>(std::clamp<double>(slices, 1, segments))};
 }
 
-std::vector<WavefrontStep> wavefront(int rounds, int segments) {
+std::vector<bool> rounds_between_sites(const Schedule& schedule, const std::vector<int>& site_of) {
+  std::vector<bool> found;
+  for (const Round& round : schedule.rounds)
+    found.push_back(!site_of.empty() && std::ranges::any_of(round, [&](const Edge& edge) {
+      return site_of[at(edge.src)] != site_of[at(edge.dst)];
+    }));
+  return found;
+}
+
+std::vector<int> starts_of(const std::vector<bool>& between_sites, int segments) {
+  const int far = std::clamp(segments / 2, kLag, kLagBetweenSites);
+  std::vector<int> starts;
+  for (std::size_t r = 0; r < between_sites.size(); ++r) {
+    const bool waits = between_sites[r] || (r > 0 && between_sites[r - 1]);
+    starts.push_back(r == 0 ? 0 : starts.back() + (waits ? far : kLag));
+  }
+  return starts;
+}
+
+std::vector<WavefrontStep> wavefront(const std::vector<int>& starts, int segments) {
   std::vector<WavefrontStep> order;
-  order.reserve(at(rounds) * at(segments));
-  const int ticks = rounds == 0 ? 0 : segments + kLag * (rounds - 1);
+  order.reserve(starts.size() * at(segments));
+  const int ticks = starts.empty() ? 0 : segments + starts.back();
   for (int tick = 0; tick < ticks; ++tick) {
-    const int first = std::max(0, tick - kLag * (rounds - 1));
-    const int begin = first + (tick - first) % kLag;  // kLag must divide tick - segment
-    for (int segment = begin; segment <= std::min(tick, segments - 1); segment += kLag)
-      order.push_back({(tick - segment) / kLag, segment});
+    auto next = std::ranges::upper_bound(starts, tick);  // the last rounds have the first segments
+    for (; next != starts.begin() && tick - *std::prev(next) < segments; --next)
+      order.push_back({static_cast<int>(next - starts.begin()) - 1, tick - *std::prev(next)});
   }
   return order;
 }
@@ -110,16 +128,18 @@ class Frames::FramesBuilder {
 
   void add(const Edge& edge, RoundMessage& message, Staged& staged) {
     const bool copies = edge.landing == Landing::kCopy;
+    const bool coded = codes(edge);
     message.chunks += edge.chunks.size();
     for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
       const double size = work_.chunks[at(c)];
-      message.wire += size * work_.ratio;
-      const double seconds = !work_.codec ? size * model_.move
-                             : copies     ? hand_on(edge.src, c)
-                                          : size * work_.codec->encode;
+      message.wire += coded ? size * work_.ratio : size;
+      const double seconds = !coded   ? size * model_.move
+                             : copies ? hand_on(edge.src, c)
+                                      : size * work_.codec->encode;
       touch(edge.src, c, seconds, staged.work);
     }
-    for (int word : {edge.chunks.first, edge.chunks.last, static_cast<int>(edge.landing)})
+    for (int word : {edge.chunks.first, edge.chunks.last, static_cast<int>(edge.landing),
+                     static_cast<int>(coded)})
       staged.bytes_digest =
           (staged.bytes_digest ^ static_cast<std::uint64_t>(word)) * 0x100000001b3ULL;
   }
@@ -129,7 +149,7 @@ class Frames::FramesBuilder {
     for (std::size_t e = 0; e < round.size(); ++e) {
       const Edge& edge = round[e];
       RoundMessage& message = out_.messages_[message_of_[e]];
-      const double per_byte = work_.codec                      ? work_.codec->decode
+      const double per_byte = codes(edge)                      ? work_.codec->decode
                               : edge.landing == Landing::kCopy ? model_.move
                                                                : model_.gamma;
       for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
@@ -148,6 +168,11 @@ class Frames::FramesBuilder {
 
   // Returns the seconds in which a rank stages a finished chunk. It travels verbatim: the first
   // rank to send it encodes it, and adopts what all ranks decode.
+  bool codes(const Edge& edge) const {
+    if (!work_.codec || !work_.between_sites) return work_.codec.has_value();
+    return work_.site_of[at(edge.src)] != work_.site_of[at(edge.dst)];
+  }
+
   double hand_on(Rank rank, int chunk) {
     const double size = work_.chunks[at(chunk)];
     char& finished = finished_[at(rank) * at(schedule_.chunks) + at(chunk)];
@@ -242,7 +267,7 @@ class Frames::FramesBuilder {
 
 Frames::Frames(const Schedule& schedule, const CostModel& model, const Workload& work)
     : ranks_(schedule.ranks),
-      rounds_(static_cast<int>(schedule.rounds.size())),
+      between_sites_(rounds_between_sites(schedule, work.site_of)),
       mutual_(schedule.collective == Collective::kAllReduce ||
               schedule.collective == Collective::kAllGather) {
   FramesBuilder(*this, schedule, model, work).make();

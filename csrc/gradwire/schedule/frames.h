@@ -17,6 +17,9 @@ namespace gradwire::schedule {
 // Consecutive rounds of one segment are so many ticks apart: a rank may run so many segments ahead
 // of its peers before it waits for them.
 inline constexpr int kLag = 2;
+// The same before and after a round in which messages go to other sites, at most: so many segments
+// are on their way at once.
+inline constexpr int kLagBetweenSites = 12;
 
 // The default cut of a message: about so many segments, none below so many bytes.
 inline constexpr std::size_t kSegmentsWanted = 4;
@@ -29,13 +32,21 @@ inline constexpr double kSmallestSlice = 8 * 1024;
 // Returns the cut of a call whose chunks have `chunk` bytes, and its largest message `message`.
 Cut cut_into(int segments, double chunk, double message);
 
-// One step of the order of all frames of a rank, in both directions: sorted by (segment + kLag ·
-// round, segment).
+// Returns, by round, whether some messages go to other sites. `site_of` is by rank; empty: there is
+// one site.
+std::vector<bool> rounds_between_sites(const Schedule& schedule, const std::vector<int>& site_of);
+
+// Returns, by round, the tick at which its first segment stands in the order of all frames; each
+// further segment stands one tick later. A landing waits for all that stand before it.
+std::vector<int> starts_of(const std::vector<bool>& between_sites, int segments);
+
+// One step of the order of all frames of a rank, in both directions: sorted by (start of the round
+// + segment, segment).
 struct WavefrontStep {
   int round = 0;
   int segment = 0;
 };
-std::vector<WavefrontStep> wavefront(int rounds, int segments);
+std::vector<WavefrontStep> wavefront(const std::vector<int>& starts, int segments);
 
 // Seconds of a processor: for chunks that the rank touches for the first time in a call, or has not
 // touched for rounds, which grow with the call's size, and for chunks that are still in a cache.
@@ -65,7 +76,8 @@ class Frames {
   Frames(const Schedule& schedule, const CostModel& model, const Workload& work);
 
   int ranks() const noexcept { return ranks_; }
-  int rounds() const noexcept { return rounds_; }
+  int rounds() const noexcept { return static_cast<int>(between_sites_.size()); }
+  const std::vector<bool>& between_sites() const noexcept { return between_sites_; }
   // Returns whether no rank can finish before all have sent, so that no rank is more than one call
   // ahead.
   bool mutual() const noexcept { return mutual_; }
@@ -89,7 +101,7 @@ class Frames {
   std::size_t index(int round, Rank rank) const { return at(round) * at(ranks_) + at(rank); }
 
   int ranks_;
-  int rounds_;
+  std::vector<bool> between_sites_;  // by round
   bool mutual_;
   std::vector<RoundMessage> messages_;
   std::vector<Send> sends_;

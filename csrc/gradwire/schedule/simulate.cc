@@ -126,7 +126,8 @@ class Simulation {
         last_bits_(links_.uneven() ? arrivals_.size() : 0, 0),
         ranks_(at(frames.ranks())),
         ends_(at(calls_), model.call) {
-    const std::vector<WavefrontStep> order = wavefront(frames.rounds(), cut_.segments);
+    const std::vector<WavefrontStep> order =
+        wavefront(starts_of(frames.between_sites(), work.segments), cut_.segments);
     for (Rank rank = 0; rank < frames.ranks(); ++rank) list_steps(rank, order);
   }
 

@@ -33,7 +33,9 @@ SimulatedLinks::SimulatedLinks(const CostModel& model, const Workload& work, int
     LinkCost cost;
     cost.beta = level.beta * level.uplinks;
     cost.latency = level.latency;
-    add_tier(at((ranks - 1) / level.ranks + 1) * at(level.uplinks), cost, kNone);
+    int groups = 0;
+    for (Rank rank = 0; rank < ranks; ++rank) groups = std::max(groups, level.group(rank) + 1);
+    add_tier(at(groups) * at(level.uplinks), cost, kNone);
   }
 }
 

@@ -48,7 +48,7 @@ class SimulatedLinks {
   int host(Rank rank) const { return work_.host_of.empty() ? 0 : work_.host_of[at(rank)]; }
   int crossed(Rank src, Rank dst) const;
   std::size_t group(std::size_t level, Rank rank) const {
-    return at(rank / work_.network.levels[level].ranks);
+    return at(work_.network.levels[level].group(rank));
   }
   Direction& link(Rank src, Rank dst, int hop);
   std::size_t number(std::size_t tier, Rank rank, Rank src, Rank dst) const;

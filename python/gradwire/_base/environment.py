@@ -96,6 +96,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "seconds before that end in which `should_stop()` tells ranks to stop",
         "60",
     ),
+    "GRADWIRE_SITE": (
+        "this host's site: all ranks name theirs, and between sites each element goes once",
+        "found by round trips: hosts 5 ms or more apart are at different ones",
+    ),
     "GRADWIRE_TCP_STREAMS": (
         "TCP streams between two ranks, 1 to 16, or auto: as many as their round trip needs; the "
         "higher rank's setting counts",
@@ -145,6 +149,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
 
 MOST_STREAMS = 16  # between two ranks
 _MOST_PORT = 65535
+MOST_OF_SITE = 64  # characters of its name
 
 
 # A value is read, or refused by a ValueError that says what it is not, and what to use.
@@ -209,6 +214,12 @@ def _anything(given: str) -> str:
 def _printable(given: str) -> str:
     if not given.isprintable():
         raise ValueError("is not printable")
+    return given
+
+
+def _site(given: str) -> str:
+    if not given.isascii() or not given.isprintable() or len(given) > MOST_OF_SITE:
+        raise ValueError(f"is no name of a site: use up to {MOST_OF_SITE} ASCII characters")
     return given
 
 
@@ -320,6 +331,7 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_MIN_RANKS": _whole("a number of ranks", 1),
     "GRADWIRE_SLOT_ENDS": _seconds(0, what="a time since 1970"),
     "GRADWIRE_SLOT_MARGIN": _seconds(0, 1e6),
+    "GRADWIRE_SITE": _site,
     "GRADWIRE_TCP_STREAMS": _whole_or_auto("a number of streams", 1, MOST_STREAMS),
     "GRADWIRE_TCP_TIMEOUT_SECONDS": _seconds(1, 3600),
     "GRADWIRE_STALL_SECONDS": _seconds(0, 1e6),

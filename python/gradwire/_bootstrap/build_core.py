@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from gradwire import _core
 from gradwire._base import environment, stops
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.sites import agree_on_sites, view_of
 from gradwire._host import transport_kinds
 from gradwire._host.sealed_socket import hand_over
 from gradwire._host.tcp_sockets import watched
@@ -31,7 +32,9 @@ def build_core(
     if mesh.model is not None:
         core.set_model(mesh.model)
     try:
+        view = view_of(mesh)
         _attach_sockets(core, mesh, _LINKS_SHARE * connect_timeout)
+        agree_on_sites(core, mesh, view, connect_timeout)
     except BaseException:
         mesh.close()
         core.abort(f"rank {mesh.rank} could not connect")

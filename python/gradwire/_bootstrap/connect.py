@@ -144,6 +144,7 @@ class _Attempt:
                 self._compare_source(peer)
         self._mesh.hosts = tuple(info.host for info in self._addresses)
         self._mesh.names = tuple(info.name.rpartition(":")[0] for info in self._addresses)
+        self._mesh.site_names = tuple(info.site for info in self._addresses)
         self._mesh.peers = {peer: self._peer(peer, self._transports[peer]) for peer in others}
         self._end_registration()
 

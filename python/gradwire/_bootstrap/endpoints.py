@@ -6,6 +6,7 @@ import errno
 import secrets
 import socket
 
+from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
 from gradwire._bootstrap.handed import BACKLOG, open_listener
@@ -43,7 +44,8 @@ def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.soc
     share_memory = choice.interface.loopback and "shm" in transports  # all ranks are here
     networks = () if share_memory else networks_of(transports)
     relays = shared and advertised != NOWHERE
-    where = (unix, address, port, name, networks, advertised, number, relays)
+    site = environment.text("GRADWIRE_SITE") or ""
+    where = (unix, address, port, name, networks, advertised, number, relays, site)
     return listeners, AddressInfo(host_identity(), process_name(), transports, *where)
 
 

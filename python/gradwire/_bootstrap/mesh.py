@@ -97,6 +97,8 @@ class Mesh:
     peers: dict[int, Peer]
     interface: Choice
     names: tuple[str, ...] = ()  # of the hosts, by rank, for messages; empty when unknown
+    site_names: tuple[str, ...] = ()  # by rank: what GRADWIRE_SITE says; empty where it does not
+    sites: tuple[tuple[int, ...], ...] = ()  # the ranks of each; empty: all are in one
     model: _core.CostModel | None = None  # rank 0's, the same on all ranks
     job_ranks: tuple[int, ...] = ()  # the number in the job of each rank; empty: the same numbers
     membership: Membership = Membership()
@@ -135,6 +137,7 @@ class AddressInfo:
     advertised: str = ""  # the host that others connect to, where it is not the address; NOWHERE
     listener: int = 0  # its number at a shared port and at relays
     relays: bool = False  # whether it relays for others at its port
+    site: str = ""
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -176,6 +179,7 @@ _FIELDS: dict[str, type] = {
     "advertised": str,
     "listener": int,
     "relays": bool,
+    "site": str,
 }
 _MAX_BYTES = 4096
 _MAX_CHARACTERS = 255

@@ -484,5 +484,21 @@ TEST(CodecList, EveryCodecIsMadeByItsName) {
     EXPECT_EQ(make_codec(name)->name().substr(0, name.size()), name);
 }
 
+TEST(CodecList, CodecsOfSumsMayEncodeBetweenSitesAlone) {
+  for (const std::string_view each : codec_names()) {
+    const std::string name(each);
+    if (make_codec(name)->combine() != Combine::kReencode) {
+      EXPECT_THROW(make_codec(name + ":between=sites"), InvalidArgument) << name;
+      continue;
+    }
+    EXPECT_FALSE(make_codec(name)->between_sites());
+    EXPECT_FALSE(make_codec(name + ":between=ranks")->between_sites());
+    EXPECT_TRUE(make_codec(name + ":between=sites")->between_sites());
+    EXPECT_EQ(make_codec(name + ":between=sites")->name(), name + ":between=sites");
+  }
+  EXPECT_EQ(make_codec("int8:block=64,between=sites")->name(), "int8:between=sites,block=64");
+  EXPECT_THROW(make_codec("int8:between=hosts"), InvalidArgument);
+}
+
 }  // namespace codec_conformance_test
 }  // namespace gradwire::codec

@@ -105,8 +105,8 @@ TEST(PlanOrder, FramesWaitForTheirOwnSegmentsEarlierRounds) {
 TEST(PlanOrder, IsOneWavefrontInBothDirections) {
   for_each_job([](const Job& job) {
     const auto place = [](const Frame& frame) {
-      return std::pair(frame.segment + frame.round * static_cast<unsigned>(schedule::kLag),
-                       frame.segment);
+      EXPECT_EQ(frame.start, frame.round * static_cast<unsigned>(schedule::kLag));
+      return std::pair(frame.start + frame.segment, frame.segment);
     };
     for (const Plan& plan : job.plans) {
       EXPECT_TRUE(std::ranges::is_sorted(plan.sends(), {}, place)) << job.text();

@@ -379,17 +379,32 @@ TEST(Simulate, EveryScheduleIsAboveItsBoundsAndGrowsWithEachParameter) {
 }
 
 TEST(Wavefront, HasEveryPlaceOnceInThePlansOrder) {
-  for (int rounds : {0, 1, 2, 7})
+  const std::vector<std::vector<int>> all = {{}, {0}, {0, 2}, {0, 2, 4, 6, 8, 10, 12}, {0, 2, 10}};
+  for (const std::vector<int>& starts : all)
     for (int segments : {1, 2, 3, 9}) {
-      const std::vector<WavefrontStep> order = wavefront(rounds, segments);
-      EXPECT_EQ(order.size(), static_cast<std::size_t>(rounds * segments));
+      const std::vector<WavefrontStep> order = wavefront(starts, segments);
+      EXPECT_EQ(order.size(), starts.size() * static_cast<std::size_t>(segments));
       for (std::size_t i = 1; i < order.size(); ++i) {
         const auto key = [&](const WavefrontStep& place) {
-          return std::pair(place.segment + kLag * place.round, place.segment);
+          const int start = starts[static_cast<std::size_t>(place.round)];
+          return std::pair(start + place.segment, place.segment);
         };
         EXPECT_LT(key(order[i - 1]), key(order[i]));
       }
     }
+}
+
+TEST(Wavefront, LetsMoreSegmentsBeOnTheirWayToAnotherSite) {
+  const Schedule schedule =
+      generate({Collective::kAllReduce, "hierarchical(ring,ring)", 4, 0, {{0, 1}, {2, 3}}});
+  const auto starts = [&](const std::vector<int>& site_of, int segments) {
+    return starts_of(rounds_between_sites(schedule, site_of), segments);
+  };
+  EXPECT_EQ(starts({}, 100), (std::vector{0, 2, 4, 6}));
+  EXPECT_EQ(starts({0, 0, 0, 0}, 100), starts({}, 100));
+  EXPECT_EQ(starts({0, 0, 1, 1}, 100), (std::vector{0, 12, 24, 36}));
+  EXPECT_EQ(starts({0, 0, 1, 1}, 8), (std::vector{0, 4, 8, 12}));
+  EXPECT_EQ(starts({0, 0, 1, 1}, 1), (std::vector{0, 2, 4, 6}));
 }
 
 TEST(Cut, DealsEverySliceToOneSegment) {
@@ -536,6 +551,41 @@ TEST(Choose, KeepsMostBytesWithinTheHosts) {
   for (Rank r = 0; r < 16; r += 4) question.hosts.push_back({r, r + 1, r + 2, r + 3});
   EXPECT_TRUE(choose(model, question).algorithm.starts_with("hierarchical(direct,"));
   EXPECT_LE(choose(model, question).segment_bytes, question.most_message);
+}
+
+// Eight hosts, the even ones at one site and the odd ones at another.
+Question at_two_sites(double bytes) {
+  Question question{.ranks = 8, .bytes = bytes};
+  question.sites = {{{0, 2, 4, 6}, {1, 3, 5, 7}}, 0.03, 1 / 25e6};
+  for (Rank r = 0; r < 8; ++r) question.hosts.push_back({r});
+  return question;
+}
+
+TEST(Choose, SendsEachElementBetweenSitesOnce) {
+  const CostModel model = default_model(kMemory, kTcp, 8);
+  const Choice choice = choose(model, at_two_sites(64 << 20));
+  EXPECT_TRUE(choice.algorithm.starts_with("hierarchical(direct,")) << choice.algorithm;
+  const double least = (64 << 20) / 25e6 + 0.03;
+  EXPECT_GE(choice.seconds, 0.99 * least);
+  EXPECT_LE(choice.seconds, 1.1 * least);
+}
+
+TEST(Choose, WaitsForALongWayAsSeldomAsItCan) {
+  const CostModel model = default_model(kMemory, kTcp, 8);
+  EXPECT_LE(choose(model, at_two_sites(1000)).seconds, 0.031);
+}
+
+TEST(Choose, TakesSitesAlsoWithACodec) {
+  const CostModel model = default_model(kMemory, kTcp, 8);
+  for (const bool between : {false, true}) {
+    Question question = at_two_sites(64 << 20);
+    question.codec = model.codec("int8");
+    question.ratio = 0.25;
+    question.between_sites = between;
+    const Choice choice = choose(model, question);
+    EXPECT_TRUE(choice.algorithm.starts_with("hierarchical(direct,")) << choice.algorithm;
+    EXPECT_LE(choice.seconds, 1.2 * ((16 << 20) / 25e6 + 0.06));
+  }
 }
 
 TEST(Choose, HasSomethingForOneRankAndForNothing) {

@@ -36,6 +36,7 @@ WRONG = {
     "GRADWIRE_MIN_RANKS": ["nan", "-3", "0", "1e9"],
     "GRADWIRE_SLOT_ENDS": ["nan", "-3", "inf", "tomorrow"],
     "GRADWIRE_SLOT_MARGIN": ["nan", "-3", "inf"],
+    "GRADWIRE_SITE": ["Zürich", "a\tb", 65 * "x"],
     "GRADWIRE_TCP_STREAMS": ["nan", "-3", "0", "17"],
     "GRADWIRE_TCP_TIMEOUT_SECONDS": ["nan", "-3", "0.5", "1e9"],
     "GRADWIRE_STALL_SECONDS": ["nan", "-3", "inf"],

@@ -104,9 +104,13 @@ def outcomes(
     processes: bool = False,
     timeout: float = 30.0,
     job: str = "",
+    sites: tuple[str, ...] = (),
     **setting: Any,
 ) -> list[Outcome]:
-    """The outcome of `body(comm, *args)` on each rank. `setting` goes to from_mesh."""
+    """The outcome of `body(comm, *args)` on each rank, at the site of its name, if any.
+
+    `setting` goes to from_mesh.
+    """
 
     def rank_body(mesh: Mesh) -> Outcome:
         try:
@@ -115,7 +119,10 @@ def outcomes(
         except BaseException as error:
             return Outcome(error=error)
 
-    return (_in_processes if processes else _in_threads)(meshes(p, transport, job), rank_body)
+    made = meshes(p, transport, job)
+    for mesh in made:
+        mesh.site_names = sites
+    return (_in_processes if processes else _in_threads)(made, rank_body)
 
 
 def meshes(p: int, transport: Transport, name: str = "") -> list[Mesh]:

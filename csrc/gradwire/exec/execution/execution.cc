@@ -259,13 +259,14 @@ std::size_t Execution::stage(const Frame& frame, Bytes out) {
 
 std::size_t Execution::stage_chunk(const Chunk& chunk, Bytes out) {
   if (chunk.completes_sum) finish(chunk);
-  if (chunk.store_index != kNotStored) {
+  if (chunk.coded && chunk.store_index != kNotStored) {
     const std::size_t size = stored_bytes_[chunk.store_index];
     copy_(out.data(), store_of(chunk).data(), size);
     return size;
   }
   std::size_t written = 0;
-  for (const Span& span : call_.plan->spans(chunk)) written += encode(span, out.subspan(written));
+  for (const Span& span : call_.plan->spans(chunk))
+    written += encode(span, chunk.coded, out.subspan(written));
   return written;
 }
 
@@ -276,7 +277,7 @@ void Execution::finish(const Chunk& chunk) {
     const Bytes store = store_of(chunk);
     std::size_t written = 0;
     for (const Span& span : spans) {
-      const std::size_t size = encode(span, store.subspan(written));
+      const std::size_t size = encode(span, /*coded=*/true, store.subspan(written));
       decode(span, store.subspan(written, size));
       written += size;
     }
@@ -285,8 +286,8 @@ void Execution::finish(const Chunk& chunk) {
   for (const Span& span : spans) scale(span);
 }
 
-std::size_t Execution::encode(const Span& span, Bytes out) {
-  if (!call_.plan->lossy()) {
+std::size_t Execution::encode(const Span& span, bool coded, Bytes out) {
+  if (!coded) {
     const std::size_t size = bytes_of(span);
     copy_(out.data(), address(span), size);
     return size;
@@ -326,12 +327,11 @@ void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
 
 std::size_t Execution::land_chunk(const Chunk& chunk, ConstBytes in) {
   if (chunk.wide.place != WideFold::kNone) return land_wide(chunk, in);
-  const bool coded = call_.plan->lossy();
   std::size_t consumed = 0;
   for (const Span& span : call_.plan->spans(chunk))
-    consumed += coded ? land_coded(chunk, span, in.subspan(consumed))
-                      : land_plain(chunk, span, in.subspan(consumed));
-  if (chunk.store_index != kNotStored) {
+    consumed += chunk.coded ? land_coded(chunk, span, in.subspan(consumed))
+                            : land_plain(chunk, span, in.subspan(consumed));
+  if (chunk.coded && chunk.store_index != kNotStored) {
     copy_cached(store_of(chunk).data(), in.data(), consumed);
     stored_bytes_[chunk.store_index] = static_cast<std::uint32_t>(consumed);
   }
@@ -363,6 +363,7 @@ std::size_t Execution::land_plain(const Chunk& chunk, const Span& span, ConstByt
   const ConstBytes payload = first(in, bytes_of(span));
   if (chunk.landing == Landing::kCopy) {
     std::memcpy(address(span), payload.data(), payload.size());
+    if (call_.plan->lossy()) finite_ = finite_ && codec::kernels().finite(floats(span), span.count);
   } else {
     fold_of(spec.dtype, spec.op)(address(span), payload.data(), span.count);
   }

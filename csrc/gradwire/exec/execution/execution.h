@@ -92,7 +92,7 @@ class Execution {
   std::size_t land_wide(const Chunk& chunk, ConstBytes in);
   std::size_t land_plain(const Chunk& chunk, const Span& span, ConstBytes in);
   std::size_t land_coded(const Chunk& chunk, const Span& span, ConstBytes in);
-  std::size_t encode(const Span& span, Bytes out);
+  std::size_t encode(const Span& span, bool coded, Bytes out);
   std::size_t decode(const Span& span, ConstBytes in);
   codec::EncodeContext context_of(const Span& span) const;
   Bytes store_of(const Chunk& chunk);

@@ -75,4 +75,10 @@ void FeedbackView::deliver(std::size_t array, float* x) const {
   if (feeds_back()) codec::deliver(contexts_[array], x, counts_[array]);
 }
 
+void FeedbackView::deliver_before(std::size_t array, float* x) {
+  deliver(array, x);
+  contexts_[array].residual = nullptr;
+  contexts_[array].narrow_residual = nullptr;
+}
+
 }  // namespace gradwire::exec

@@ -42,6 +42,8 @@ class FeedbackView {
   void adapt(const codec::Codec& codec) const;
   // Adds the whole residual to an array that is not encoded.
   void deliver(std::size_t array, float* x) const;
+  // Does so with an array of which only parts are encoded: these have no residual then.
+  void deliver_before(std::size_t array, float* x);
 
  private:
   void bind_keys(std::span<const codec::KeyedArray> keys,

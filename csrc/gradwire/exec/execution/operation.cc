@@ -29,7 +29,10 @@ void Operation::copy(const std::vector<CopyStep>& steps) {
 void Operation::begin() {
   copy(buffer_map_.before());
   if (!plan_->lossy()) return deliver_residuals();
-  for (std::size_t i = 0; i < arrays().size(); ++i) feedback_.prepare(plan_->codec(), i, floats(i));
+  for (std::size_t i = 0; i < arrays().size(); ++i) {
+    if (plan_->codec().between_sites()) feedback_.deliver_before(i, floats(i));
+    feedback_.prepare(plan_->codec(), i, floats(i));
+  }
 }
 
 // Delivers the whole residuals with a plain sum, which loses nothing.

@@ -43,6 +43,10 @@ void check_types(const Request& request, const GpuLinks& links) {
     throw InvalidArgument("codec '" + std::string(request.codec_label) +
                           "' is written in Python and works on arrays in host memory: copy them "
                           "there, or take one of gradwire.codecs()");
+  if (links.are_used && request.codec && request.codec->between_sites())
+    throw InvalidArgument("codec '" + request.codec->name() +
+                          "' works on arrays in host memory: copy them there, or leave out "
+                          "between=sites");
   if (request.codec)
     exec::check_types(request.collective, request.dtype, request.op, *request.codec);
 }
@@ -92,6 +96,8 @@ void check_lowrank(const Request& request) {
 // ScheduleError if the request wants them to travel otherwise.
 std::string_view checked_gather_algorithm(const Request& request) {
   const std::string_view algorithm = request.algorithm;
+  if (request.codec && request.codec->between_sites())
+    refuse_to_add(request, "a site", "leave out between=sites");
   if (request.schedule != nullptr)
     refuse_to_add(request, "schedule '" + request.schedule->name + "'",
                   request.payloads ? "leave the schedule out" : "give the schedule or 'gather'");
@@ -109,7 +115,8 @@ bool gathers(const Request& request, const GpuLinks& links) {
   if (is_gather(request.algorithm))
     return !(is_plain(request) && is_shared(request));  // plain sums are gathered by a plan
   return is_auto(request) && !is_plain(request) && is_shared(request) &&
-         request.codec->gathers(request.size) && (!links.are_used || request.size == 2);
+         request.codec->gathers(request.size) && !request.codec->between_sites() &&
+         (!links.are_used || request.size == 2);
 }
 
 std::string_view algorithm_of_gather(const Request& request) {

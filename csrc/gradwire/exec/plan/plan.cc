@@ -21,7 +21,6 @@ namespace gradwire::exec {
 namespace {
 
 using schedule::Edge;
-using schedule::kLag;
 using schedule::Landing;
 using schedule::Schedule;
 
@@ -32,6 +31,7 @@ struct RoundEdges {
   int round = 0;
   std::vector<Rank> peers;  // several for a send that several ranks read
   std::vector<Edge> edges;
+  bool coded = false;
 };
 struct OwnEdges {
   std::vector<RoundEdges> sends, receives;
@@ -76,33 +76,43 @@ std::uint32_t size32(const std::vector<T>& values) {
   return static_cast<std::uint32_t>(values.size());
 }
 
-std::size_t payload_of(const Binding& binding, const Span& span) {
-  return binding.is_lossy() ? binding.codec->max_bytes(span.count)
-                            : span.count * size_of(binding.spec.dtype);
+std::size_t payload_of(const Binding& binding, const Span& span, bool coded) {
+  return coded ? binding.codec->max_bytes(span.count) : span.count * size_of(binding.spec.dtype);
 }
 
-std::size_t payload_of(const Binding& binding, const ChunkSpans& all, const Range& spans) {
+// Returns the most bytes of a span, wherever it goes.
+std::size_t payload_of(const Binding& binding, const Span& span) {
+  const std::size_t bytes = payload_of(binding, span, binding.is_lossy());
+  return !binding.codec->between_sites() ? bytes
+                                         : std::max(bytes, payload_of(binding, span, false));
+}
+
+std::size_t payload_of(const Binding& binding, const ChunkSpans& all, const Range& spans,
+                       bool coded) {
   std::size_t bytes = 0;
-  for (const Span& span : view(all.spans, spans)) bytes += payload_of(binding, span);
+  for (const Span& span : view(all.spans, spans)) bytes += payload_of(binding, span, coded);
   return bytes;
 }
 
 // ---- Edges -------------------------------------------------------------------------------------
 
-std::vector<RoundEdges> by_peer(int round, const std::vector<Edge>& edges, Rank Edge::* other) {
+std::vector<RoundEdges> by_peer(int round, const Binding& binding, const std::vector<Edge>& edges,
+                                Rank Edge::* other) {
   std::vector<RoundEdges> found;
   for (const Edge& edge : edges) {
     auto at = std::ranges::find(found, edge.*other, [](const auto& each) { return each.peers[0]; });
-    if (at == found.end()) at = found.insert(at, {round, {edge.*other}, {}});
+    if (at == found.end())
+      at = found.insert(at, {round, {edge.*other}, {}, binding.codes(edge.src, edge.dst)});
     at->edges.push_back(edge);
   }
   return found;
 }
 
 bool same_bytes(const RoundEdges& a, const RoundEdges& b) {
-  return std::ranges::equal(a.edges, b.edges, [](const Edge& x, const Edge& y) {
-    return x.chunks == y.chunks && x.landing == y.landing;
-  });
+  return a.coded == b.coded &&
+         std::ranges::equal(a.edges, b.edges, [](const Edge& x, const Edge& y) {
+           return x.chunks == y.chunks && x.landing == y.landing;
+         });
 }
 
 // Joins sends that have the same bytes and go to peers on the same transport: their bytes are
@@ -170,7 +180,7 @@ std::vector<EdgeChunk> by_segment(const RoundEdges& round, const Segmentation& s
 }
 
 std::pair<std::uint64_t, std::uint32_t> place_of(const Frame& frame) {
-  return {frame.segment + std::uint64_t{frame.round} * kLag, frame.segment};
+  return {std::uint64_t{frame.start} + frame.segment, frame.segment};
 }
 
 // Lets only the first of all sends of a chunk finish it: a second time would divide an average
@@ -208,8 +218,8 @@ OwnEdges own_edges(const Schedule& schedule, const Binding& binding) {
   for (std::size_t r = 0; r < schedule.rounds.size(); ++r) {
     const auto& round = schedule.rounds[r];
     const auto number = static_cast<int>(r);
-    auto sends = by_peer(number, sends_of(round, binding.rank), &Edge::dst);
-    auto receives = by_peer(number, receives_of(round, binding.rank), &Edge::src);
+    auto sends = by_peer(number, binding, sends_of(round, binding.rank), &Edge::dst);
+    auto receives = by_peer(number, binding, receives_of(round, binding.rank), &Edge::src);
     std::ranges::move(share_staging(std::move(sends), binding.link_of),
                       std::back_inserter(own.sends));
     std::ranges::move(receives, std::back_inserter(own.receives));
@@ -281,7 +291,7 @@ Store place_store(const Binding& binding, const Segmentation& segmentation, cons
     if (finished.leaves[i / at(segmentation.most_chunks())] == FinishedRounds::kNever) continue;
     store.places[i] = size32(store.offsets);
     store.offsets.push_back(store.bytes);
-    store.bytes += round_up(payload_of(binding, all, all.chunks[i]), kCacheLine);
+    store.bytes += round_up(payload_of(binding, all, all.chunks[i], true), kCacheLine);
   }
   return store;
 }
@@ -309,15 +319,18 @@ ChunkFolds chunk_folds(const Schedule& schedule, const Binding& binding, const O
 }
 
 // Returns all frames in wavefront order, without what they wait for.
-PlanFrames frames_of(const Binding& binding, const OwnEdges& edges,
+PlanFrames frames_of(const Schedule& schedule, const Binding& binding, const OwnEdges& edges,
                      const Segmentation& segmentation, const ChunkSpans& all, const Store& store,
                      const FinishedRounds& finished, const ChunkFolds& folds) {
   PlanFrames made;
-  const auto chunk_of = [&](const EdgeChunk& each, bool sends) {
+  const std::vector<int> starts = schedule::starts_of(
+      schedule::rounds_between_sites(schedule, binding.site_of), segmentation.segments());
+  const auto chunk_of = [&](const EdgeChunk& each, bool sends, bool coded) {
     const std::size_t i = segmentation.index(each.whole, each.chunk);
     const bool completes_sum =
         sends && finished.starts_here(at(each.whole)) && !is_averaged_wide(folds[at(each.whole)]);
     Chunk chunk{all.chunks[i], each.whole, each.landing};
+    chunk.coded = coded;
     if (each.landing != Landing::kCopy) return chunk;
     chunk.completes_sum = completes_sum;
     chunk.store_index = store.places[i];
@@ -332,11 +345,12 @@ PlanFrames frames_of(const Binding& binding, const OwnEdges& edges,
         Frame& frame = frames.emplace_back();
         frame.segment = each.segment;
         frame.round = static_cast<std::uint16_t>(round.round);
+        frame.start = static_cast<std::uint32_t>(starts[at(round.round)]);
         frame.peers = {first_peer, size32(made.peers)};
         frame.chunks = {size32(made.chunks), size32(made.chunks)};
       }
-      const Chunk& chunk = made.chunks.emplace_back(chunk_of(each, sends));
-      frames.back().bytes += payload_of(binding, all, chunk.spans);
+      const Chunk& chunk = made.chunks.emplace_back(chunk_of(each, sends, round.coded));
+      frames.back().bytes += payload_of(binding, all, chunk.spans, round.coded);
       frames.back().chunks.last = size32(made.chunks);
     }
     for (std::size_t i = first; i < frames.size(); ++i)
@@ -437,6 +451,26 @@ std::vector<Span> results_of_own(const Schedule& schedule, const Binding& bindin
   return found;
 }
 
+// Throws ScheduleError where a rank would send a finished sum to another site that it has got from
+// its own as plain numbers: encoded once more, these might change.
+void require_payloads(const Schedule& schedule, const Binding& binding) {
+  std::vector<bool> plain(at(schedule.ranks) * at(schedule.chunks));
+  const auto place = [&](Rank rank, int chunk) {
+    return at(rank) * at(schedule.chunks) + at(chunk);
+  };
+  for (const auto& round : schedule.rounds)
+    for (const Edge& edge : round) {
+      if (edge.landing != Landing::kCopy) continue;
+      for (int c = edge.chunks.first; c < edge.chunks.last; ++c) {
+        plain[place(edge.dst, c)] = !binding.codes(edge.src, edge.dst);
+        if (!plain[place(edge.dst, c)] && plain[place(edge.src, c)])
+          throw ScheduleError("codec '" + binding.codec->name() + "': by '" + schedule.name +
+                              "' sums go within a site before they go to the next; use auto, or " +
+                              "hierarchical(inner,outer)");
+      }
+    }
+}
+
 Binding checked(const Schedule& schedule, Binding binding) {
   const OpSpec& spec = binding.spec;
   const codec::Codec& codec = *binding.codec;
@@ -449,6 +483,7 @@ Binding checked(const Schedule& schedule, Binding binding) {
         "codec '" + codec.name() + "' encodes again at every hop, which needs " +
         "a schedule in which each rank sends its part of a sum once, to one parent; '" +
         schedule.name + "' is not one; use ring, halving_doubling, a tree, star or direct");
+  if (binding.codec->between_sites()) require_payloads(schedule, binding);
   if (schedule.rounds.size() > std::numeric_limits<std::uint16_t>::max())
     throw ScheduleError("schedule '" + schedule.name + "' has more than 65535 rounds");
   return binding;
@@ -475,7 +510,8 @@ Plan::Plan(const schedule::Schedule& schedule, Binding binding)
   const Segmentation segmentation = segmentation_of(schedule, binding_, layout, edges);
   ChunkSpans spans = spans_of(schedule, layout, segmentation);
   Store store = place_store(binding_, segmentation, spans, finished);
-  PlanFrames frames = frames_of(binding_, edges, segmentation, spans, store, finished, folds);
+  PlanFrames frames =
+      frames_of(schedule, binding_, edges, segmentation, spans, store, finished, folds);
   frames = with_wide_sums(std::move(frames), segmentation, spans, folds);
   frames = with_waits(std::move(frames), segmentation.segments());
   frames_ = with_addends(std::move(frames), binding_);

@@ -11,7 +11,7 @@
 // segment, several at a time (schedule/cost.h: Cut).
 //
 // Frames stand in one wavefront order, the same on all ranks:
-//     (segment + lag · round, segment, sends before receives).
+//     (start of the round + segment, segment, sends before receives).
 // A send may go when the earlier receives of its own segment have landed. A receive may land when
 // the sends of its own round are staged. Both conditions are one integer of the frame. Everything
 // that a frame waits for comes earlier in the order, and staging holds one round of sends, so no
@@ -63,6 +63,7 @@ struct Chunk {
   // The rank that first sends a finished sum divides it (avg) and, with a lossy codec, encodes it
   // into the store and takes over what all ranks will decode.
   bool completes_sum = false;
+  bool coded = false;  // it travels as a payload of the codec
   // Lossy codecs: the number of its payload in the store, from which it is forwarded unchanged.
   std::uint32_t store_index = kNotStored;
   WideFold wide{};  // 16-bit floats: what to do with an addend that arrives
@@ -73,6 +74,7 @@ struct Frame {
   std::uint32_t segment = 0;
   std::uint32_t segments = 1;  // into which the bytes between both ranks in this round are cut
   std::uint16_t round = 0;
+  std::uint32_t start = 0;  // of the round, by schedule::starts_of()
   Range chunks;
   Range peers;              // one for a receive; all readers of the same bytes for a send
   std::uint64_t bytes = 0;  // payload, at most (exactly, unless the codec's size varies)
@@ -115,9 +117,14 @@ struct Binding {
   bool folds = false;
   std::size_t max_message = 0;    // bytes, frame header included
   std::vector<int> link_of;       // by peer; peers with the same number can share staging
+  std::vector<int> site_of = {};  // by rank; empty: all ranks at one site
   std::size_t segment_bytes = 0;  // 0: chosen from the chunk's size
 
   bool is_lossy() const noexcept { return codec->combine() != codec::Combine::kPlain; }
+  // Returns whether what goes between the two ranks is encoded.
+  bool codes(Rank one, Rank other) const {
+    return is_lossy() && (!codec->between_sites() || site_of.at(at(one)) != site_of.at(at(other)));
+  }
   // Returns what avg divides by: the number of ranks; 1 for every other op.
   int divisor(int ranks) const noexcept {
     return reduces(spec.collective) && spec.op == ReduceOp::kAvg ? ranks : 1;

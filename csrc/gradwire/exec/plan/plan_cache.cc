@@ -95,6 +95,22 @@ void PlanCache::set_model(schedule::CostModel model) {
   model_digest_ = model_.digest();
   slow_model_ = model_;
   slow_model_.between.beta = std::max(slow_model_.between.beta, kSlowLink);
+  forget();
+}
+
+void PlanCache::set_sites(schedule::Sites sites) {
+  setting_.sites = std::move(sites);
+  forget();
+}
+
+std::shared_ptr<const codec::Codec> PlanCache::codec_for(const Request& request) const {
+  if (!request.codec || !request.codec->between_sites() || setting_.sites.ranks.size() > 1)
+    return request.codec;
+  check_types(request.collective, request.dtype, request.op, *request.codec);
+  return nullptr;
+}
+
+void PlanCache::forget() {
   plans_.clear();
   choices_.clear();
 }
@@ -124,6 +140,7 @@ void ask_for(const codec::Codec& codec, const schedule::CostModel& model,
   if (codec.combine() == codec::Combine::kPlain) return;
   const auto elements = static_cast<std::size_t>(question.bytes / sizeof(float)) + 1;
   question.codec = model.codec(codec.name());
+  question.between_sites = codec.between_sites();
   question.ratio = static_cast<double>(codec.usual_bytes(elements)) /
                    static_cast<double>(elements * sizeof(float));
 }
@@ -144,6 +161,7 @@ const schedule::Choice& PlanCache::choose(Collective collective, double bytes,
   question.root = key.root;
   question.bytes = key.bytes;
   question.hosts = setting_.hosts;
+  question.sites = setting_.sites;
   ask_for(*codec, model_, question);
   const auto& model = key.spares_bytes ? slow_model_ : model_;
   return add(choices_, {key, codec, schedule::choose(model, question)}).choice;
@@ -163,13 +181,14 @@ schedule::Choice PlanCache::choose(const Request& request) {
 
 schedule::Schedule PlanCache::schedule_for(const Request& request,
                                            const schedule::Choice& choice) const {
+  const auto& groups = setting_.sites.ranks.size() > 1 ? setting_.sites.ranks : setting_.hosts;
   if (folds(request, choice.algorithm))
     return schedule::generate({Collective::kAllGather,
                                std::string(gather_algorithm(choice.algorithm)), setting_.size, 0,
-                               setting_.hosts});
+                               groups});
   if (request.schedule == nullptr)
     return schedule::generate(
-        {request.collective, choice.algorithm, setting_.size, request.root, setting_.hosts});
+        {request.collective, choice.algorithm, setting_.size, request.root, groups});
   require_fits(*request.schedule, request, setting_.size);
   schedule::require_valid(*request.schedule);
   return *request.schedule;
@@ -189,6 +208,8 @@ std::shared_ptr<const Plan> PlanCache::make(const Request& request, const std::v
   binding.segment_bytes =
       setting_.segment_bytes != 0 ? setting_.segment_bytes : choice.segment_bytes;
   binding.link_of = link_of;
+  if (setting_.sites.ranks.size() > 1)
+    binding.site_of = schedule::group_of(setting_.size, setting_.sites.ranks);
   binding.uniform_segments = counts_known_to_all(request.collective);
   binding.folds = folds(request, choice.algorithm);
   binding.counts = counts_;

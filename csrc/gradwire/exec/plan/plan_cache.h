@@ -31,12 +31,19 @@ class PlanCache {
     std::vector<std::vector<Rank>> hosts;
     std::size_t max_message = 0;
     std::size_t segment_bytes = 0;
+    schedule::Sites sites = {};
   };
   explicit PlanCache(Setting setting);
 
   // Sets the model behind algorithm="auto", on all ranks, between two calls. Until then it is the
   // built-in one of shared memory and TCP, with a core for every rank.
   void set_model(schedule::CostModel model);
+  // Likewise the sites, of which there is one until then.
+  void set_sites(schedule::Sites sites);
+
+  // Returns the codec of a call, which is none for one that only encodes between sites if there is
+  // one site.
+  std::shared_ptr<const codec::Codec> codec_for(const Request& request) const;
 
   // Returns the request's plan. Throws ScheduleError or InvalidArgument if there is no valid one.
   std::shared_ptr<const Plan> find(const Request& request, const std::vector<int>& link_of);
@@ -76,6 +83,7 @@ class PlanCache {
     std::shared_ptr<const codec::Codec> codec;
     schedule::Choice choice;
   };
+  void forget();
   schedule::Schedule schedule_for(const Request& request, const schedule::Choice& choice) const;
   schedule::Choice choose(const Request& request);
   const schedule::Choice& choose(Collective collective, double bytes, const Request& request);

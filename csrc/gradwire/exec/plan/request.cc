@@ -137,6 +137,9 @@ void check_types(Collective collective, DType dtype, ReduceOp op, const codec::C
   if (!reduces(collective))
     throw InvalidArgument("codec '" + codec.name() + "' is for collectives that add; " +
                           std::string(name_of(collective)) + " moves data as it is");
+  if (codec.between_sites() && collective != Collective::kAllReduce)
+    throw InvalidArgument("codec '" + codec.name() + "' is for all_reduce alone, not for " +
+                          std::string(name_of(collective)));
   if (dtype != DType::kFloat32)
     throw InvalidArgument("codec '" + codec.name() + "' needs float32, not " +
                           std::string(name_of(dtype)) +
