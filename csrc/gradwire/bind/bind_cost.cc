@@ -11,6 +11,7 @@
 #include "gradwire/exec/plan/plan_cache.h"
 #include "gradwire/schedule/cost.h"
 #include "gradwire/transport/emulated_link.h"
+#include "gradwire/transport/tcp_traffic.h"
 
 namespace gradwire::bind {
 namespace {
@@ -87,6 +88,8 @@ void bind_cost(py::module_& m) {
     const transport::EmulatedLink link(spec);
     return std::pair(link.seconds_of_byte(), link.seconds_under_way());
   });
+  // Bits per second; 0 without a limit.
+  m.def("rate_now", [](const std::string& spec) { return transport::RateOfDay(spec).now(); });
 }
 
 }  // namespace gradwire::bind

@@ -1,53 +1,25 @@
 #include "gradwire/transport/emulated_link.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
-#include <cmath>
-#include <optional>
-#include <span>
-#include <string>
 
 #include "gradwire/base/error.h"
+#include "gradwire/transport/quantity.h"
 
 namespace gradwire::transport {
 namespace {
 
 using Duration = Deadline::Clock::duration;
 
-// A number with one of these units, and its limits.
-struct Quantity {
-  std::string_view name;
-  std::array<std::pair<std::string_view, double>, 3> units;
-  double least, most;
-  std::string_view range;
-};
-constexpr Quantity kRate{
-    "rate", {{{"kbit", 1e3}, {"mbit", 1e6}, {"gbit", 1e9}}}, 1e5, 1e12, "100kbit and 1000gbit"};
-constexpr Quantity kLatency{
-    "latency", {{{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}}}, 0, 1, "0us and 1s"};
-
 // TCP over Ethernet sends 1,448 bytes of payload in a packet, with 66 bytes of headers.
 constexpr std::size_t kPayload = 1448, kHeaders = 66;
 
-double parse(std::string_view spec, std::string_view text, const Quantity& quantity) {
-  const auto refuse = [&](const std::string& why) {
-    throw InvalidArgument(
-        str_cat("link '", spec, "': ", why,
-                "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
-                "second) and a latency one way (us, ms, s)"));
-  };
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const std::string_view unit(end, text.data() + text.size());
-  const auto found = std::ranges::find(quantity.units, unit, [](auto& each) { return each.first; });
-  const std::string name(quantity.name);
-  if (error != std::errc() || found == quantity.units.end())
-    refuse(str_cat("'", text, "' is no ", name));
-  number *= found->second;
-  if (!(number >= quantity.least && number <= quantity.most))
-    refuse(str_cat("the ", name, " is not within ", quantity.range));
-  return number;
+double parse(std::string_view spec, std::string_view text, const Quantity& quantity) try {
+  return parse_quantity(text, quantity);
+} catch (const InvalidArgument& error) {
+  throw InvalidArgument(
+      str_cat("link '", spec, "': ", error.what(),
+              "; say 1gbit, 100mbit or 1gbit,100us: a rate (kbit, mbit, gbit: per "
+              "second) and a latency one way (us, ms, s)"));
 }
 
 Duration duration(double seconds) {

@@ -20,11 +20,6 @@ int domain_of(int socket) {
   return domain;
 }
 
-bool is_tcp_socket(int socket) {
-  const int domain = domain_of(socket);
-  return domain == AF_INET || domain == AF_INET6;
-}
-
 void send_plain(int socket, ConstBytes data, const LinkId& link, const WaitLimit& wait_limit) {
   while (!data.empty()) {
     const ssize_t sent = ::send(socket, data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -98,6 +93,11 @@ void receive_all(const Stream& from, Bytes data, const LinkId& link, const WaitL
 }
 
 bool is_unix_socket(int socket) { return domain_of(socket) == AF_UNIX; }
+
+bool is_tcp_socket(int socket) {
+  const int domain = domain_of(socket);
+  return domain == AF_INET || domain == AF_INET6;
+}
 
 void set_no_delay(int socket) {
   constexpr int kOn = 1;

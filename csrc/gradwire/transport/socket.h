@@ -55,6 +55,7 @@ Value receive_value(const Stream& from, const LinkId& link, const WaitLimit& wai
 }
 
 bool is_unix_socket(int socket);
+bool is_tcp_socket(int socket);
 
 // Makes small messages leave at once (TCP_NODELAY); does nothing where the socket is not TCP.
 // Whoever made the socket has set keep-alive and TCP_USER_TIMEOUT, which reveal a dead host

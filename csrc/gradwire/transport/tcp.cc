@@ -14,7 +14,9 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/queued.h"
+#include "gradwire/transport/settings_reader.h"
 #include "gradwire/transport/tcp_frames.h"
+#include "gradwire/transport/tcp_traffic.h"
 
 namespace gradwire::transport {
 namespace {
@@ -24,6 +26,7 @@ constexpr const char* kClosed = "the peer closed it or died";
 class TcpTransport final : public QueuedTransport {
  public:
   explicit TcpTransport(const LinkOptions& options);
+  ~TcpTransport() override;
 
   // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
   // from which nobody reads does not keep it ringing.
@@ -68,14 +71,22 @@ class TcpTransport final : public QueuedTransport {
   void end_stream(const TcpStream& stream, Rank peer, const std::string& failure);
   void drop_unsent(Rank peer, const std::string& reason);
 
+  std::shared_ptr<TcpTraffic> traffic_;
   std::vector<TcpLink> links_;
   std::vector<AlignedBuffer> frames_;  // by cell
   bool armed_ = false;                 // this rank looks once more before it sleeps
 };
 
 TcpTransport::TcpTransport(const LinkOptions& options)
-    : QueuedTransport("tcp", options), links_(at(options.size)) {
+    : QueuedTransport("tcp", options),
+      traffic_(std::static_pointer_cast<TcpTraffic>(options.context)),
+      links_(at(options.size)) {
   for (int i = 0; i < options.messages; ++i) frames_.push_back(frame_buffer(options.max_message));
+}
+
+TcpTransport::~TcpTransport() {
+  for (const TcpLink& link : links_)
+    for (const TcpStream& stream : link.streams) traffic_->remove(stream.wire.socket);
 }
 
 void TcpTransport::connect(Rank peer, const WaitLimit&) {
@@ -86,6 +97,7 @@ void TcpTransport::connect(Rank peer, const WaitLimit&) {
 
 void TcpTransport::add_stream(const Stream& wire, Rank peer, bool several) {
   set_no_delay(wire.socket);
+  traffic_->add(wire.socket);
   TcpStream& stream = link_to(peer).streams.emplace_back();
   stream.wire = wire;
   stream.inbox = Inbox(max_message(), wire.seal);
@@ -118,6 +130,7 @@ void TcpTransport::push_out(Rank peer) {
 // Sends frames until the socket takes no more; returns whether it took all that there were.
 bool TcpTransport::push(TcpStream& stream, Rank peer) {
   while (stream.cell != kNoCell || begin_frame(stream, peer)) {
+    traffic_->share(stream.wire.socket);
     const ssize_t sent = ::send(stream.wire.socket, stream.unsent.data(), stream.unsent.size(),
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && !would_block(errno)) drop_unsent(peer, system_message("sending failed", errno));
@@ -248,11 +261,24 @@ void TcpTransport::arm() {
 
 }  // namespace
 
+constexpr EnvironmentVariable kVariables[] = {
+    {"GRADWIRE_RATE",
+     "most that a rank sends over TCP, and at some hours: 200mbit, 200mbit,08:00-18:00=50mbit",
+     "no limit"},
+    {"GRADWIRE_TCP_CONGESTION", "congestion control of TCP links: bbr, cubic", "the kernel's"},
+    kTrafficClass,
+};
+
 extern constinit const TransportKind tcp_kind{
     .name = "tcp",
     .make = [](const LinkOptions& options) -> std::unique_ptr<Transport> {
       return std::make_unique<TcpTransport>(options);
     },
+    .open =
+        [](const Settings& given) {
+          return OpenedTransport{.context = std::make_shared<TcpTraffic>(given)};
+        },
+    .settings = kVariables,
 };
 
 }  // namespace gradwire::transport

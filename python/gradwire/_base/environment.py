@@ -9,6 +9,7 @@ import difflib
 import logging
 import math
 import os
+import socket
 import stat
 from collections.abc import Callable
 from functools import cache
@@ -302,6 +303,36 @@ def _link(given: str) -> str:
     return given
 
 
+def _rate(given: str) -> str:
+    try:
+        _core.rate_now(given)
+    except InvalidArgument as error:
+        raise ValueError(f"is no rate: {error}") from None
+    return given
+
+
+def _congestion(given: str) -> str:
+    """A congestion control that the kernel lets this process use."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, given.encode())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"is refused by the kernel ({error}): it has {_kernel_congestion('available')}, and "
+            f"without CAP_NET_ADMIN {_kernel_congestion('allowed')}; `modprobe tcp_NAME` adds one, "
+            "`sysctl net.ipv4.tcp_allowed_congestion_control` allows it"
+        ) from None
+    return given
+
+
+def _kernel_congestion(which: str) -> str:
+    try:
+        with open(f"/proc/sys/net/ipv4/tcp_{which}_congestion_control", encoding="ascii") as file:
+            return ", ".join(file.read().split())
+    except OSError:
+        return "unknown ones"
+
+
 # How each variable is read; all are checked before ranks meet. Secrets are checked where they are
 # found, since an error must not print one.
 _PARSERS: dict[str, _Parser] = {
@@ -316,7 +347,9 @@ _PARSERS: dict[str, _Parser] = {
     "GRADWIRE_IB_LINK_LAYER": _one_of("ethernet", "infiniband"),
     "GRADWIRE_IB_GID_INDEX": _whole("an index", 0, 255),
     "GRADWIRE_IB_MTU": _one_of("256", "512", "1024", "2048", "4096"),
-    "GRADWIRE_IB_TC": _whole("a traffic class", 0, 255),
+    "GRADWIRE_TRAFFIC_CLASS": _whole("a traffic class", 0, 255),
+    "GRADWIRE_RATE": _rate,
+    "GRADWIRE_TCP_CONGESTION": _congestion,
     "GRADWIRE_IB_SL": _whole("a service level", 0, 15),
     "GRADWIRE_IB_TIMEOUT": _whole("an exponent", 1, 31),
     "GRADWIRE_LINK": _link,

@@ -89,6 +89,12 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "only jobs whose name begins so. Without a name, and started by a launcher on several "
         "ranks: all their hosts, and the rates and round trips between these",
     )
+    parser.add_argument(
+        "--link",
+        metavar="[RATE,]TIME|HOST[:PORT]",
+        help="a long link, as 1gbit,80ms: whether TCP here fills it, and which sysctl would help; "
+        "the round trip to a HOST is measured",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_doctor_command)
 
@@ -101,7 +107,7 @@ def _doctor_command(options: argparse.Namespace) -> int:
     if options.job is not None:
         print(status.report(options.job, as_json=options.json))
         return 0
-    found = doctor.checks()
+    found = doctor.checks(options.link)
     print(doctor.as_json(found) if options.json else doctor.as_table(found))
     return 0
 

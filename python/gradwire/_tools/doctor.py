@@ -18,6 +18,7 @@ from gradwire._bootstrap import launch_info
 from gradwire._bootstrap.job_secret import HOW_TO_MAKE, find_secret
 from gradwire._errors import Error, InvalidArgument, RendezvousError
 from gradwire._host import cuda, emulated_link, encryption, interfaces, transport_kinds
+from gradwire._tools import tcp_limits
 from gradwire.lab.tuning import saving
 
 _TORCH_AT_LEAST = (2, 4)
@@ -34,11 +35,17 @@ class Check:
     detail: str
 
 
-def checks() -> list[Check]:
-    """Makes all checks; imports no torch and opens no connection."""
-    machine = (_system, _transports, _cost_models, _instruction_sets, _network, _joins, _memory)
-    sections = (*machine, _torch, _devices, _variables)
-    return [check for section in sections for check in section()]
+def checks(link: str | None = None) -> list[Check]:
+    """Makes all checks; imports no torch, and opens no connection but to the `link`'s host.
+
+    Raises InvalidArgument for a `link` that is none (`tcp_limits.way_of`).
+    """
+    way = None if link is None else tcp_limits.way_of(link)
+    machine = (_system, _transports, _cost_models, _instruction_sets, _network)
+    others = (_joins, _memory, _torch, _devices, _variables)
+    long_link = [Check("tcp", *found) for found in tcp_limits.checks(way)]
+    before, after = ([each for part in parts for each in part()] for parts in (machine, others))
+    return [*before, *long_link, *after]
 
 
 def as_json(found: Iterable[Check]) -> str:

@@ -227,13 +227,14 @@ std::string refusal_of(const std::string& variable, const std::string& value) {
 
 TEST(RdmaSettings, AValueOutOfRangeNamesItsVariable) {
   const std::vector<std::pair<std::string, std::string>> wrong = {
-      {"GID_INDEX", "-1"}, {"GID_INDEX", "256"},  {"TC", "-1"},    {"TC", "256"},
-      {"SL", "-1"},        {"SL", "16"},          {"SL", "high"},  {"TIMEOUT", "0"},
-      {"TIMEOUT", "32"},   {"TIMEOUT", "1.5"},    {"MTU", "1000"}, {"MTU", "-1"},
-      {"MTU", "8192"},     {"LINK_LAYER", "roce"}};
+      {"GID_INDEX", "-1"}, {"GID_INDEX", "256"}, {"SL", "-1"},      {"SL", "16"},
+      {"SL", "high"},      {"TIMEOUT", "0"},     {"TIMEOUT", "32"}, {"TIMEOUT", "1.5"},
+      {"MTU", "1000"},     {"MTU", "-1"},        {"MTU", "8192"},   {"LINK_LAYER", "roce"}};
   for (const auto& [name, value] : wrong)
     expect_words(refusal_of("GRADWIRE_IB_" + name, value),
                  {"GRADWIRE_IB_" + name + "='" + value + "'", "use "});
+  for (const char* value : {"-1", "256"})
+    expect_words(refusal_of("GRADWIRE_TRAFFIC_CLASS", value), {"GRADWIRE_TRAFFIC_CLASS=", "use "});
 }
 
 TEST(RdmaSettings, AreThoseThatWereGiven) {
@@ -246,7 +247,7 @@ TEST(RdmaSettings, AreThoseThatWereGiven) {
                                                 {"GRADWIRE_IB_LINK_LAYER", "infiniband"},
                                                 {"GRADWIRE_IB_GID_INDEX", "255"},
                                                 {"GRADWIRE_IB_MTU", "4096"},
-                                                {"GRADWIRE_IB_TC", "255"},
+                                                {"GRADWIRE_TRAFFIC_CLASS", "255"},
                                                 {"GRADWIRE_IB_SL", "15"},
                                                 {"GRADWIRE_IB_TIMEOUT", "31"}});
   EXPECT_EQ(most.hca + most.link_layer, "=rxe0infiniband");

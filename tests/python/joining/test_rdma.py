@@ -149,9 +149,9 @@ def test_ports_are_opened_once_a_process_and_for_its_settings(
     assert two_ports == [{}]
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in a forked child
     why_not("rdma")
-    monkeypatch.setenv("GRADWIRE_IB_TC", "1")
+    monkeypatch.setenv("GRADWIRE_TRAFFIC_CLASS", "1")
     why_not("rdma")
-    assert two_ports == [{}, {}, {"GRADWIRE_IB_TC": "1"}]
+    assert two_ports == [{}, {}, {"GRADWIRE_TRAFFIC_CLASS": "1"}]
 
 
 def test_what_fails_is_tried_again(no_ports: list[Settings]):

@@ -1,11 +1,11 @@
-// The user's settings for RDMA: the environment variables GRADWIRE_IB_*.
+// The user's settings for RDMA: the environment variables GRADWIRE_IB_*, and the traffic class.
 #pragma once
 
 #include <array>
 #include <string>
 
-#include "gradwire/transport/kind.h"
 #include "gradwire/transport/rdma/verbs.h"
+#include "gradwire/transport/settings_reader.h"
 
 namespace gradwire::transport {
 
@@ -29,7 +29,7 @@ inline constexpr std::array kRdmaVariables = {
     EnvironmentVariable{"GRADWIRE_IB_GID_INDEX", "index of the RDMA port's address",
                         "RoCE v2 with an IPv4 address"},
     EnvironmentVariable{"GRADWIRE_IB_MTU", "bytes of RDMA packets, 256 to 4096", "the port's"},
-    EnvironmentVariable{"GRADWIRE_IB_TC", "traffic class of RDMA packets, 0 to 255", "0"},
+    kTrafficClass,
     EnvironmentVariable{"GRADWIRE_IB_SL", "service level of RDMA packets, 0 to 15", "0"},
     EnvironmentVariable{"GRADWIRE_IB_TIMEOUT",
                         "a lost RDMA packet is sent again after 4.096 us x 2^this, 6 times", "18"},
