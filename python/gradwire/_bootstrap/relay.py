@@ -14,6 +14,7 @@ relay reads nothing of it, and can only end or delay it. Nobody can guess the tw
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -54,10 +55,13 @@ _TURN_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1  # after which a rank tries again to register
 _MOST_WAITING = 256  # sockets that wait for their second ones; more would be strangers'
 
+_LINGER_SECONDS = 2.0  # in which ranks may still say goodbye when the relay's process ends
+
 Dial = Callable[[Deadline], socket.socket]  # connects to a relay's port; raises OSError
 
 _log = logging.getLogger("gradwire")
 _relays: dict[int, Relay] = {}  # of this process, which relays until it ends
+_passing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # that a forked child must not keep
 
 
@@ -141,8 +145,16 @@ def pass_on(sock: socket.socket, other: socket.socket, first: bytes) -> None:
         fail_with_host(each, always_read=always_read)
     other.sendall(first)
     back = _start(_pump, other, sock)
+    _passing.add(back)
     _pump(sock, other)
     back.join()
+
+
+def _linger() -> None:
+    """Lets pairs finish that end at the same time as this process."""
+    limit = Deadline(_LINGER_SECONDS)
+    for thread in list(_passing):
+        thread.join(limit.remaining)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
@@ -225,6 +237,8 @@ def _release_in_child() -> None:
     for sock in list(_sockets):
         sock.close()
     _relays.clear()
+    _passing.clear()
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+atexit.register(_linger)
