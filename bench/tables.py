@@ -30,7 +30,7 @@ from bench.asynchronous import (
 from bench.common import report
 from bench.common.report import RESULTS, ROOT, size
 from bench.cuda import report as gpu_report
-from bench.libraries import peers_report
+from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.network import long_link_report, two_sites_report
@@ -398,6 +398,12 @@ def serve(results: Path) -> list[str]:
     return _of(path, [*serve_report.summary(found), "", *serve_report.goal_table(found)])
 
 
+def between_hosts(results: Path) -> list[str]:
+    """How long an all_reduce between two namespaces takes, beside gloo and MPICH."""
+    path = newest(results, "between-hosts-*.json")
+    return _of(path, between_hosts_report.table(_loaded(path)))
+
+
 def long_links(results: Path) -> list[str]:
     """How full an all_reduce makes a long link, beside plain TCP streams."""
     path = newest(results, "long-link-*.json")
@@ -455,6 +461,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "stragglers": stragglers,
     "real-stragglers": real_stragglers,
     "serve": serve,
+    "between-hosts": between_hosts,
     "long-link": long_links,
     "two-sites": two_sites,
     "trace-cost": traces,

@@ -55,5 +55,10 @@ def one_line(case: Case) -> str:
 
 
 def _shown(seconds: Sequence[float]) -> str:
-    low, middle, high = (each * 1e6 for each in statistics.quantiles(seconds, n=4))
-    return f"{middle:,.4g} ({low:,.4g} to {high:,.4g})"
+    low, middle, high = map(_microseconds, statistics.quantiles(seconds, n=4))
+    return f"{middle} ({low} to {high})"
+
+
+def _microseconds(seconds: float) -> str:
+    value = seconds * 1e6
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -148,6 +148,7 @@ def _summary(blocks: Sequence[Block]) -> dict[str, Any]:
         "ms": middle,
         "middle_half_ms": [low, high],
         "steps": len(own),
+        "blocks_ms": [statistics.median(each.milliseconds) for each in blocks],  # of rank 0
         "processor_ms": replicas.mean(statistics.median(b.processor for b in blocks)) * 1e3,
         "sent": replicas.mean(statistics.median(b.sent for b in blocks)),
         "codec_ms": _mean_of_known([b.codec for b in blocks], 1e3),
