@@ -24,8 +24,7 @@ def link_to(peer: int, mesh: Mesh) -> str:
     """What lies between this rank and another, as the label of bytes says it."""
     if mesh.hosts[peer] == mesh.hosts[mesh.rank]:
         return "within host"
-    sites = getattr(mesh, "sites", ())
-    apart = sites and not any(peer in each and mesh.rank in each for each in sites)
+    apart = mesh.sites and not any({peer, mesh.rank} <= {*each} for each in mesh.sites)
     return "between sites" if apart else "between hosts"
 
 

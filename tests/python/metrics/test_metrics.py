@@ -268,7 +268,7 @@ def test_processes_of_a_program_show_their_own(tmp_path: Path) -> None:
 
 
 def test_traffic_is_told_apart_by_what_lies_between() -> None:
-    mesh: Any = SimpleNamespace(rank=0, hosts=("a", "a", "b", "c"))
+    mesh: Any = SimpleNamespace(rank=0, hosts=("a", "a", "b", "c"), sites=())
     assert [link_to(peer, mesh) for peer in (1, 2)] == ["within host", "between hosts"]
     mesh.sites = ((0, 1, 2), (3,))
     found = [link_to(peer, mesh) for peer in (1, 2, 3)]
