@@ -33,7 +33,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
-from bench.network import long_link_report, two_sites_report
+from bench.network import long_link_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training import trace_cost
@@ -410,12 +410,6 @@ def long_links(results: Path) -> list[str]:
     return _of(path, long_link_report.table(_loaded(path)))
 
 
-def two_sites(results: Path) -> list[str]:
-    """What a step of DDP takes at two sites, beside the bytes between them."""
-    path = newest(results, "two-sites-*.json")
-    return _of(path, two_sites_report.table(_loaded(path)))
-
-
 def traces(results: Path) -> list[str]:
     """The cost of recording, in training steps and calls."""
     return trace_cost.table(_loaded(newest(results, "trace-cost-*.json")))
@@ -463,7 +457,6 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "serve": serve,
     "between-hosts": between_hosts,
     "long-link": long_links,
-    "two-sites": two_sites,
     "trace-cost": traces,
     "metrics-cost": metrics,
 }

@@ -88,6 +88,7 @@ def steps(
 
     def body(rank: int, pipe: Any) -> list[float]:
         os.environ.update(GRADWIRE_SECRET="0123456789abcdef", GRADWIRE_SITE=site)
+        os.environ["GRADWIRE_TCP_TIMEOUT_SECONDS"] = "60"  # without sites the link may be jammed
         import gradwire.torch  # noqa: F401
         import torch.distributed as dist
 
@@ -127,7 +128,7 @@ def _steps(codec: str, parameters: int, count: int) -> Iterator[float]:
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     trained = DistributedDataParallel(model)
     if codec != "none":
-        gradwire.torch.register(trained, codec=codec)
+        gradwire.torch.register(trained, codec)
     for step in range(1 + count):
         dist.barrier()
         start = time.perf_counter()
