@@ -25,6 +25,7 @@ constexpr std::string_view kName = "emulated";
 
 LinkOptions with_room_for_a_flight(LinkOptions options) {
   options.max_message += sizeof(Flight);
+  options.context = nullptr;  // tcp has one of its own
   return options;
 }
 
