@@ -40,10 +40,10 @@ from gradwire._bootstrap.mesh import (
     choose_transport,
     unpack_address_info,
 )
-from gradwire._bootstrap.streams import further_streams
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.interfaces import LOOPBACK, Choice
+from gradwire._host.streams import further_streams
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
 
 # An all_gather of bytes by any means: all ranks' in rank order, on every rank, by the deadline.

@@ -9,7 +9,7 @@ import socket
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
-from gradwire._bootstrap.handed import BACKLOG, open_listener
+from gradwire._bootstrap.authenticator import BACKLOG, open_listener
 from gradwire._bootstrap.handshake import dial
 from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.mesh import NOWHERE, AddressInfo

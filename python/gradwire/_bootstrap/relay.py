@@ -32,8 +32,13 @@ from functools import partial
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import Authenticator, refusals
-from gradwire._bootstrap.handed import hand_to_listener, open_listener, take_handed
+from gradwire._bootstrap.authenticator import (
+    Authenticator,
+    hand_to_listener,
+    open_listener,
+    refusals,
+    take_handed,
+)
 from gradwire._bootstrap.handshake import (
     HANDSHAKE_TIMEOUT,
     HELLO_BYTES,
@@ -45,8 +50,8 @@ from gradwire._bootstrap.handshake import (
     purpose_in,
     receive,
 )
-from gradwire._bootstrap.keepalive import fail_with_host
 from gradwire._bootstrap.mesh import Job
+from gradwire._host.keepalive import fail_with_host
 
 _NUMBER = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 20

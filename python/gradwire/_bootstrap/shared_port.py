@@ -23,8 +23,13 @@ from typing import Any
 from gradwire._base import environment
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import Authenticator, Pending, refusals
-from gradwire._bootstrap.handed import BACKLOG, hand_to_listener
+from gradwire._bootstrap.authenticator import (
+    BACKLOG,
+    Authenticator,
+    Pending,
+    hand_to_listener,
+    refusals,
+)
 from gradwire._bootstrap.handshake import (
     HELLO_BYTES,
     NOBODY,

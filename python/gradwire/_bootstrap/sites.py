@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.streams import RATE, round_trip
+from gradwire._host.streams import RATE, round_trip
 
 APART = 0.005  # seconds: hosts with a shorter round trip are near each other
 

@@ -18,8 +18,7 @@ from typing import Any
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import Authenticator, refusals
-from gradwire._bootstrap.handed import BACKLOG, open_listener
+from gradwire._bootstrap.authenticator import BACKLOG, Authenticator, open_listener, refusals
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.shared_port import chosen_port, share
 from gradwire._bootstrap.store import (

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._base import environment
-from gradwire._bootstrap import streams
 from gradwire._errors import InvalidArgument, RendezvousError
-from gradwire._host import interfaces
+from gradwire._host import interfaces, streams
 
 _PORT = 29500  # where none is given; a refusal tells the round trip as well
 _TURNS = 4

@@ -49,7 +49,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_bootstrap/endpoints.py": ("joining/test_connecting.py", "joining/test_interfaces.py"),
     "_bootstrap/relay.py": ("joining/test_relay.py",),
     "_bootstrap/shared_port.py": ("joining/test_shared_port.py",),
-    "_bootstrap/handed.py": ("joining/test_shared_port.py",),
     "_bootstrap/store": ("joining/test_store.py",),
     "_bootstrap/authenticator.py": (
         "joining/test_handshake.py",

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from gradwire import Communicator, InvalidArgument, TransportError
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import keepalive
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
+from gradwire._host import keepalive
 from hosts import Network, Rank
 from stopwatch import own_time
 

@@ -17,9 +17,8 @@ import pytest
 from gradwire import Communicator, RendezvousError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
-from gradwire._bootstrap.authenticator import Authenticator
+from gradwire._bootstrap.authenticator import Authenticator, open_listener
 from gradwire._bootstrap.endpoints import listen
-from gradwire._bootstrap.handed import open_listener
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, dial
 from gradwire._bootstrap.store import Address
 from gradwire._bootstrap.store_server import StoreServer

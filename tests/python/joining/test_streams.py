@@ -10,7 +10,7 @@ import namespaces
 import numpy as np
 import pytest
 from gradwire import Communicator
-from gradwire._bootstrap import streams
+from gradwire._host import streams
 from hosts import Network
 
 MISSING = namespaces.missing()

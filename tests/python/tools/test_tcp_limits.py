@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gradwire import InvalidArgument
-from gradwire._bootstrap import streams
+from gradwire._host import streams
 from gradwire._tools import cli, tcp_limits
 
 LIMITS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_hosts
-from hosts import Network
+from hosts import PORT, Network
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +55,15 @@ def train() -> tuple[Any, ...]:
     return *links, replicated, sharded, set(message.tolist())
 
 
-def test_ddp_and_fsdp_train_between_hosts(network: Network) -> None:
+@pytest.mark.parametrize("filtered", [False, True], ids=["any port", "two ports of host 0"])
+def test_ddp_and_fsdp_train_between_hosts(
+    network: Network, filtered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filtered, only the port of torch's store and GRADWIRE_PORT lead to host 0, none to host 1."""
+    if filtered:
+        monkeypatch.setenv("GRADWIRE_PORT", "29400")
+        network.let_in(0, PORT, 29400)
+        network.let_in(1)
     found = torch_hosts.run(network, PLACES, train, backend="gradwire")
     assert [each[0] for each in found] == [
         {1: "shm", 2: "tcp"},
