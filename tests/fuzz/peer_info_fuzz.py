@@ -16,13 +16,13 @@ from gradwire import _model
 from gradwire._bootstrap import (
     advertised_store,
     handshake,
-    host_info,
     join_listener,
     joining,
     mesh,
     rendezvous_exchange,
     survivor_links,
 )
+from gradwire._bootstrap.through_torch import host_info
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES, Question, answer_to
 from gradwire._errors import RendezvousError, TransportError
 from gradwire._host import encryption

@@ -8,9 +8,9 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 
-from gradwire._bootstrap.host_info import machine_of
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
+from gradwire._bootstrap.through_torch.host_info import machine_of
 from gradwire._host import emulated_link
 from gradwire._host.transport_kinds import EMULATED
 from gradwire._model import HostSet, find, pack, unpack, usable_cores

@@ -29,7 +29,6 @@ from gradwire._bootstrap.handshake import (
     SettingsError,
     client_handshake,
 )
-from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.mesh import (
     NOWHERE,
     AddressInfo,
@@ -40,6 +39,7 @@ from gradwire._bootstrap.mesh import (
     choose_transport,
     unpack_address_info,
 )
+from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.interfaces import LOOPBACK, Choice

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.host_info import host_identity
+from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import TransportError
 from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Side, side_of, unpack_side

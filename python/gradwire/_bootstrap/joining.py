@@ -32,7 +32,6 @@ from gradwire._base.texts import read_fields
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.endpoints import open_socket
 from gradwire._bootstrap.handshake import Hello, Purpose, SettingsError, client_handshake
-from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.job_secret import secret_of_store
 from gradwire._bootstrap.join_listener import (
     JOIN_REQUEST,
@@ -55,6 +54,7 @@ from gradwire._bootstrap.survivor_links import (
     View,
     unpack_addresses,
 )
+from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._bootstrap.through_torch.torch_store import connect_by_url
 from gradwire._errors import Error, JobOver, RendezvousError, describe
 from gradwire._host.interfaces import Choice, choose, is_loopback, loopback, route_to

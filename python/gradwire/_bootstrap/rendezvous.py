@@ -18,13 +18,13 @@ from gradwire._base.shortage import told
 from gradwire._bootstrap import agreed_model
 from gradwire._bootstrap.advertised_store import serve_until_reported
 from gradwire._bootstrap.connect import connect_mesh
-from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.job_secret import find_secret, secret_of_store
 from gradwire._bootstrap.launch_info import DEFAULT_JOB, LaunchInfo
 from gradwire._bootstrap.mesh import Job, Membership, Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, Start, another_job
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
 from gradwire._bootstrap.torch_rendezvous import TorchRendezvous
 from gradwire._errors import Error, InvalidArgument, RendezvousError, lost

@@ -26,8 +26,8 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.group import Group
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.groups.split import gather_bytes
-from gradwire._bootstrap.host_info import host_identity
 from gradwire._bootstrap.mesh import Mesh
+from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda, encryption

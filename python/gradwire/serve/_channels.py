@@ -31,8 +31,8 @@ from gradwire._bootstrap.handshake import (
     client_handshake,
     receive,
 )
-from gradwire._bootstrap.host_info import host_identity, process_name
 from gradwire._bootstrap.mesh import AddressInfo, Job, choose_transport
+from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 from gradwire._host import transport_kinds
 from gradwire._host.interfaces import Choice

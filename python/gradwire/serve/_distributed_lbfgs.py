@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.host_info import process_name
+from gradwire._bootstrap.through_torch.host_info import process_name
 from gradwire._errors import InvalidArgument
 from gradwire.serve import _directory, _replica
 from gradwire.serve._client import Arrays, ParameterServer, connect

@@ -25,13 +25,13 @@ from gradwire._bootstrap import handshake
 from gradwire._bootstrap.authenticator import RefusalLog
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, receive
-from gradwire._bootstrap.host_info import pack_host_info, unpack_host_info
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh, unpack_address_info
 from gradwire._bootstrap.rendezvous import rendezvous
 from gradwire._bootstrap.store import Address, parse_address
 from gradwire._bootstrap.store_server import StoreServer
+from gradwire._bootstrap.through_torch.host_info import pack_host_info, unpack_host_info
 from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._communicator import from_mesh
 from gradwire._errors import RendezvousError

@@ -20,12 +20,6 @@ from gradwire._bootstrap.advertised_store import (
     require_here,
     unpack_place,
 )
-from gradwire._bootstrap.host_info import (
-    host_identity,
-    pack_host_info,
-    process_name,
-    unpack_host_info,
-)
 from gradwire._bootstrap.job_secret import find_secret
 from gradwire._bootstrap.launch_info import LaunchInfo, from_environment
 from gradwire._bootstrap.mesh import Job, Mesh
@@ -33,6 +27,12 @@ from gradwire._bootstrap.rendezvous import choose_transports, connect_ranks
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.through_torch.host_info import (
+    host_identity,
+    pack_host_info,
+    process_name,
+    unpack_host_info,
+)
 from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
 from gradwire._errors import RendezvousError

@@ -17,10 +17,10 @@ from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
-from gradwire._bootstrap.host_info import process_name
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank
+from gradwire._bootstrap.through_torch.host_info import process_name
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, RendezvousError, TransportError, first_line
 
