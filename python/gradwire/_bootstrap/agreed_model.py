@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
-from gradwire._bootstrap.through_torch.host_info import machine_of
 from gradwire._host import emulated_link
+from gradwire._host.identity import machine_of
 from gradwire._host.transport_kinds import EMULATED
 from gradwire._model import HostSet, find, pack, unpack, usable_cores
 

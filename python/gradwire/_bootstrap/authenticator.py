@@ -35,8 +35,8 @@ from gradwire._bootstrap.handshake import (
     require_own_user,
     server_handshake,
 )
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._host import encryption
+from gradwire._host.identity import host_identity
 from gradwire._host.keepalive import host_timeout
 
 MAX_PENDING = 64

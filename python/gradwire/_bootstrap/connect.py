@@ -39,9 +39,9 @@ from gradwire._bootstrap.mesh import (
     choose_transport,
     unpack_address_info,
 )
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
+from gradwire._host.identity import host_identity
 from gradwire._host.interfaces import LOOPBACK, Choice
 from gradwire._host.streams import further_streams
 from gradwire._host.transport_kinds import DEFAULTS, KINDS

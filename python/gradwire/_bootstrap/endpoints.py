@@ -12,8 +12,8 @@ from gradwire._bootstrap import shared_port
 from gradwire._bootstrap.authenticator import BACKLOG, open_listener
 from gradwire._bootstrap.handshake import dial
 from gradwire._bootstrap.mesh import NOWHERE, AddressInfo
-from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._errors import RendezvousError
+from gradwire._host.identity import host_identity, process_name
 from gradwire._host.interfaces import Choice, Interface, Target, family_of, is_loopback
 from gradwire._host.transport_kinds import KINDS, networks_of
 

@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import TransportError
 from gradwire._host import encryption
 from gradwire._host.encryption import Mismatch, Side, side_of, unpack_side
+from gradwire._host.identity import host_identity
 from gradwire._host.interfaces import Target
 from gradwire._host.keepalive import fail_with_host
 from gradwire._host.sealed_socket import SealedSocket

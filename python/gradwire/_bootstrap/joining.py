@@ -54,9 +54,9 @@ from gradwire._bootstrap.survivor_links import (
     View,
     unpack_addresses,
 )
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._bootstrap.through_torch.torch_store import connect_by_url
 from gradwire._errors import Error, JobOver, RendezvousError, describe
+from gradwire._host.identity import host_identity
 from gradwire._host.interfaces import Choice, choose, is_loopback, loopback, route_to
 from gradwire._model import unpack
 

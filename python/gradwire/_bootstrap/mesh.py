@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.texts import read_fields
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import RendezvousError
+from gradwire._host.identity import host_identity
 from gradwire._host.interfaces import LOOPBACK, Choice
 from gradwire._host.tcp_sockets import TcpSocket
 from gradwire._host.transport_kinds import KINDS

@@ -24,11 +24,11 @@ from gradwire._bootstrap.mesh import Job, Membership, Mesh
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange, Start, another_job
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
-from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._bootstrap.through_torch.torch_store import parse_torch_address
 from gradwire._bootstrap.torch_rendezvous import TorchRendezvous
 from gradwire._errors import Error, InvalidArgument, RendezvousError, lost
 from gradwire._host import emulated_link, encryption, transport_kinds
+from gradwire._host.identity import host_identity, process_name
 from gradwire._host.interfaces import LOOPBACK, Choice, Route, choose, is_loopback
 
 _OTHERS_SECONDS = 0.1  # that a job without a name of its own gives others to say they are here

@@ -17,8 +17,8 @@ from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.store import StoreClient
-from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._errors import Error, RendezvousError, TransportError, describe, lost
+from gradwire._host.identity import host_identity, process_name
 from gradwire._host.interfaces import Route, is_loopback
 
 WARN_SECONDS = 30.0

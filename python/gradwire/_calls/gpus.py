@@ -27,10 +27,10 @@ from gradwire._base.group import Group
 from gradwire._bootstrap.agreed_model import host_set
 from gradwire._bootstrap.groups.split import gather_bytes
 from gradwire._bootstrap.mesh import Mesh
-from gradwire._bootstrap.through_torch.host_info import host_identity
 from gradwire._errors import Error, InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire._host import cuda, encryption
+from gradwire._host.identity import host_identity
 
 LINKS = ("auto", "nccl", "host", "nccl+host", "loopback")
 

@@ -25,8 +25,8 @@ import numpy as np
 from gradwire import _core
 from gradwire._base.packages import installed
 from gradwire._base.tables import table
-from gradwire._bootstrap.through_torch.host_info import host_identity, machine_of
 from gradwire._communicator import Communicator
+from gradwire._host.identity import host_identity, machine_of
 from gradwire._init import init
 from gradwire._tools import status
 

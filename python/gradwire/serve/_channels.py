@@ -32,9 +32,9 @@ from gradwire._bootstrap.handshake import (
     receive,
 )
 from gradwire._bootstrap.mesh import AddressInfo, Job, choose_transport
-from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._errors import Error, InvalidArgument, RendezvousError, describe
 from gradwire._host import transport_kinds
+from gradwire._host.identity import host_identity, process_name
 from gradwire._host.interfaces import Choice
 from gradwire._host.sealed_socket import hand_over
 from gradwire._host.transport_kinds import KINDS, networks_of

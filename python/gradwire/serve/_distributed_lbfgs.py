@@ -12,8 +12,8 @@ import numpy as np
 
 from gradwire._base import arguments
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap.through_torch.host_info import process_name
 from gradwire._errors import InvalidArgument
+from gradwire._host.identity import process_name
 from gradwire.serve import _directory, _replica
 from gradwire.serve._client import Arrays, ParameterServer, connect
 from gradwire.serve._coordinator import Coordinator

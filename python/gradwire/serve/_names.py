@@ -10,8 +10,8 @@ import weakref
 from typing import NamedTuple
 
 from gradwire._base import arguments
-from gradwire._bootstrap.through_torch.host_info import host_identity, process_name
 from gradwire._errors import InvalidArgument
+from gradwire._host.identity import host_identity, process_name
 from gradwire.serve._channels import MAX_NAME
 from gradwire.serve._directory import Directory, Service
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from gradwire import InvalidArgument, Timeout, TransportError, serve
 from gradwire._bootstrap.authenticator import RefusalLog
-from gradwire._bootstrap.through_torch.host_info import process_name
+from gradwire._host.identity import process_name
 from gradwire.serve import _coordinator, _lead, _replica
 from gradwire.serve._sandblaster.messages import OF_REPLICAS, Reader, pack
 from gradwire.serve._vectors import Fold

@@ -27,15 +27,11 @@ from gradwire._bootstrap.rendezvous import choose_transports, connect_ranks
 from gradwire._bootstrap.rendezvous_exchange import RendezvousExchange
 from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._bootstrap.store import Address
-from gradwire._bootstrap.through_torch.host_info import (
-    host_identity,
-    pack_host_info,
-    process_name,
-    unpack_host_info,
-)
+from gradwire._bootstrap.through_torch.host_info import pack_host_info, unpack_host_info
 from gradwire._bootstrap.through_torch.open_exchange import Question
 from gradwire._bootstrap.torch_rendezvous import warn_of_no_secret
 from gradwire._errors import RendezvousError
+from gradwire._host.identity import host_identity, process_name
 from gradwire._host.interfaces import Choice, Route, choose, route_to
 
 _Made = TypeVar("_Made")

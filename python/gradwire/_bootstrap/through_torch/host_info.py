@@ -1,47 +1,16 @@
-"""Identity of this host and process, and what the ranks of a process group tell about theirs."""
+"""What the ranks of a process group tell each other about their hosts."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import secrets
-import socket
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from gradwire._base.texts import read_fields
 from gradwire._bootstrap.through_torch.open_exchange import QUESTION_BYTES
 from gradwire._errors import RendezvousError
-
-_DIGITS = 8  # of a digest
-
-
-def host_identity() -> str:
-    """A name that is equal exactly for processes that share a kernel and a network namespace.
-
-    Abstract Unix sockets, over which shared memory is passed, reach just as far: containers on one
-    machine may or may not share the namespace. Boot ids tell cloned machines apart. The first half
-    is the machine's name alone.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/net").stat().st_ino
-    return _digest(boot) + _digest(f"{boot} {namespace}")
-
-
-def machine_of(host: str) -> str:
-    """The part of a host's identity that is equal for the hosts of one kernel."""
-    return host[:_DIGITS]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-
-
-def process_name() -> str:
-    """Host name and process id, by which messages tell ranks apart."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+from gradwire._host.identity import host_identity
 
 
 def pack_host_info(rank: int, question: bytes | None, reached: str) -> bytes:

@@ -20,9 +20,9 @@ from gradwire._bootstrap.groups.group_rendezvous import rendezvous_in_group
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.mesh import Job, Mesh
 from gradwire._bootstrap.rendezvous_exchange import await_rank
-from gradwire._bootstrap.through_torch.host_info import process_name
 from gradwire._communicator import Communicator, from_mesh
 from gradwire._errors import InvalidArgument, RendezvousError, TransportError, first_line
+from gradwire._host.identity import process_name
 
 # Seconds between two looks into the store. Torch's stores can wait themselves, but do not let
 # Ctrl-C through meanwhile, and TCPStore logs two warnings each time that a wait ends early.
