@@ -228,11 +228,13 @@ void bind_end(CommunicatorClass& c) {
 void bind_state(CommunicatorClass& c) {
   c.def("set_model", on_core<&exec::Communicator::set_model, const schedule::CostModel&>,
         WithoutLock())
-      .def("set_sites",
-           [](CommunicatorHandle& self, std::vector<std::vector<Rank>> ranks, double latency,
-              double seconds_of_byte) {
-             self.get().set_sites({std::move(ranks), latency, seconds_of_byte});
-           })
+      .def(
+          "set_sites",
+          [](CommunicatorHandle& self, std::vector<std::vector<Rank>> ranks, double latency,
+             double seconds_of_byte) {
+            self.get().set_sites({std::move(ranks), latency, seconds_of_byte});
+          },
+          WithoutLock())
       .def("set_patience", on_core<&exec::Communicator::set_patience, double>)
       .def("observe", &observe, py::arg("recorder"), py::arg("totals") = nullptr, WithoutLock())
       .def("release_after_fork", &CommunicatorHandle::release_after_fork)

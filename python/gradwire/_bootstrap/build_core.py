@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from gradwire import _core
 from gradwire._base import environment, stops
+from gradwire._base.deadline import Deadline
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.sites import agree_on_sites, view_of
 from gradwire._host import transport_kinds
@@ -32,9 +33,9 @@ def build_core(
     if mesh.model is not None:
         core.set_model(mesh.model)
     try:
-        view = view_of(mesh)
+        limit, view = Deadline(connect_timeout), view_of(mesh)
         _attach_sockets(core, mesh, _LINKS_SHARE * connect_timeout)
-        agree_on_sites(core, mesh, view, connect_timeout)
+        agree_on_sites(core, mesh, view, limit.left)
     except BaseException:
         mesh.close()
         core.abort(f"rank {mesh.rank} could not connect")

@@ -53,8 +53,8 @@ _RETRY_SECONDS = 0.05  # between attempts to connect to a peer that was busy
 _POLL_SECONDS = 0.5  # between two looks at whether a peer has failed
 # In which a peer that cannot be reached may come itself; a relay is tried after that.
 _TURN_SECONDS = 3.0
-# For an attempt to connect where there may be another way. The kernel looks for a host for 3 s, so that
-# the second attempt hears that it is not there.
+# For an attempt to connect where there may be another way. The kernel looks for a host for 3 s, so
+# that the second attempt hears that it is not there.
 _BRIEF_SECONDS = 2.0
 # Errors after which a retry is useless: the peer's address leads nowhere from here.
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT)

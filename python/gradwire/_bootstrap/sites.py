@@ -2,6 +2,7 @@
 
 GRADWIRE_SITE names them. Where no rank has a name, hosts are in one site if a chain of hosts joins
 them, of which each is near the next. Ranks tell each other what they have measured, so all agree.
+Two ranks are near each other if both say so: who is reached by a relay may see only the way to it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import logging
 import math
 from array import array
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from gradwire import _core
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._host.streams import RATE, round_trip
 
+_BITS = 32  # of a word that says which ranks are near
 APART = 0.005  # seconds: hosts with a shorter round trip are near each other
 
 _log = logging.getLogger("gradwire")
 
 
 class View(NamedTuple):
-    """What a rank knows of sites: the lowest rank near it, and its way to ranks elsewhere."""
+    """What a rank knows of sites: the ranks near it, and its way to ranks elsewhere."""
 
-    leader: int
+    near: frozenset[int]
     microseconds: int  # its shortest round trip to another site; 0: none
 
 
@@ -38,8 +41,7 @@ def view_of(mesh: Mesh) -> View:
         return mesh.peers[peer].same_host or ways[peer] < APART
 
     beyond = [seconds for peer, seconds in ways.items() if not near(peer)]
-    leader = min([mesh.rank, *filter(near, ways)])
-    return View(leader, math.ceil(1e6 * min(beyond, default=0)))
+    return View(frozenset(filter(near, ways)), math.ceil(1e6 * min(beyond, default=0)))
 
 
 def agree_on_sites(core: _core.Communicator, mesh: Mesh, view: View, timeout: float) -> None:
@@ -51,7 +53,7 @@ def agree_on_sites(core: _core.Communicator, mesh: Mesh, view: View, timeout: fl
     if len(set(mesh.hosts)) < 2 and len(set(mesh.site_names)) < 2:
         return
     views = _all_views(core, mesh, view, timeout)
-    mesh.sites = grouped([each.leader for each in views])
+    mesh.sites = grouped([each.near for each in views])
     if len(mesh.sites) < 2:
         return
     seconds = rounded(max(each.microseconds for each in views) / 1e6)
@@ -62,20 +64,36 @@ def agree_on_sites(core: _core.Communicator, mesh: Mesh, view: View, timeout: fl
 
 
 def _all_views(core: _core.Communicator, mesh: Mesh, view: View, timeout: float) -> list[View]:
-    own, found = array("q", view), array("q", bytes(16 * mesh.size))
-    places = [(found.buffer_info()[0] + 16 * rank, 2) for rank in range(mesh.size)]
-    sent = [(own.buffer_info()[0], 2)]
+    words = -(-mesh.size // _BITS) + 1  # near ranks as bits, and the microseconds
+    own, found = array("q", bytes(8 * words)), array("q", bytes(8 * words * mesh.size))
+    own[-1] = view.microseconds
+    for peer in view.near:
+        own[peer // _BITS] |= 1 << peer % _BITS
+    places = [(found.buffer_info()[0] + 8 * words * rank, words) for rank in range(mesh.size)]
+    sent = [(own.buffer_info()[0], words)]
     request = _core.Request("all_gather", "int64", "sum", 0, sent, places, "direct")
     core.run(request, timeout)
-    return [View(*found[2 * rank : 2 * rank + 2]) for rank in range(mesh.size)]
+    return [_unpacked(found[words * rank : words * (rank + 1)]) for rank in range(mesh.size)]
 
 
-def grouped(leaders: list[int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each site, where each rank is at one with its leader."""
-    site = list(range(len(leaders)))
-    for rank, leader in enumerate(leaders):
-        one, other = site[rank], site[leader]
-        site = [min(one, other) if each in (one, other) else each for each in site]
+def _unpacked(words: array[int]) -> View:
+    *masks, microseconds = words
+    bits = (_BITS * word + bit for word, mask in enumerate(masks) for bit in _bits_of(mask))
+    return View(frozenset(bits), microseconds)
+
+
+def _bits_of(mask: int) -> list[int]:
+    return [bit for bit in range(_BITS) if mask >> bit & 1]
+
+
+def grouped(near: Sequence[Set[int]]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each site, where each rank says which others are near."""
+    site = list(range(len(near)))
+    for rank, others in enumerate(near):
+        for other in others:
+            if rank in near[other]:
+                one, two = site[rank], site[other]
+                site = [min(one, two) if each in (one, two) else each for each in site]
     ranks = range(len(site))
     return tuple(tuple(rank for rank in ranks if site[rank] == each) for each in sorted(set(site)))
 

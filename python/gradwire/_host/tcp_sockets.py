@@ -29,6 +29,9 @@ class TcpSocket(NamedTuple):
     def info(self) -> TcpInfo | None:
         """Asks the kernel; None when the socket is closed."""
         try:
+            # Not even a copy of another file: closing that would end the program's locks on it.
+            if _identity(self.fd) != self.identity:
+                return None
             copy = os.dup(self.fd)
         except OSError:
             return None

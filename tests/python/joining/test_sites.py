@@ -43,18 +43,19 @@ def inputs(rank: int, call: int = 0, count: int = 5000) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize(
-    ("leaders", "expected"),
+    ("near", "expected"),
     [
-        ([0, 0, 0], ((0, 1, 2),)),
-        ([0, 1, 0, 1], ((0, 2), (1, 3))),
-        ([0, 1, 1, 0, 2], ((0, 3), (1, 2, 4))),  # 4 is near 2, which is near 1
-        ([0, 1, 2, 3, 0, 3], ((0, 4), (1,), (2,), (3, 5))),
+        ([{1, 2}, {0, 2}, {0, 1}], ((0, 1, 2),)),
+        ([{2}, {3}, {0}, {1}], ((0, 2), (1, 3))),
+        ([{2}, {2}, {0, 1}], ((0, 1, 2),)),  # 0 and 1 are both near 2, not near each other
+        ([{3}, {2}, {1, 4}, {0}, {2}], ((0, 3), (1, 2, 4))),
+        ([set(), {2}, {0, 1}], ((0,), (1, 2))),  # 2 sees the way to a relay, and 0 the whole
     ],
 )
 def test_a_chain_of_near_ranks_is_one_site(
-    leaders: list[int], expected: tuple[tuple[int, ...], ...]
+    near: list[set[int]], expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert sites.grouped(leaders) == expected
+    assert sites.grouped(near) == expected
 
 
 def test_round_trips_of_nearly_the_same_length_count_alike() -> None:

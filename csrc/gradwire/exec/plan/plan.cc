@@ -323,8 +323,10 @@ PlanFrames frames_of(const Schedule& schedule, const Binding& binding, const Own
                      const Segmentation& segmentation, const ChunkSpans& all, const Store& store,
                      const FinishedRounds& finished, const ChunkFolds& folds) {
   PlanFrames made;
-  const std::vector<int> starts = schedule::starts_of(
-      schedule::rounds_between_sites(schedule, binding.site_of), segmentation.segments());
+  // All ranks need the same order, and not all know how many segments the others have.
+  const int segments = binding.uniform_segments ? segmentation.segments() : 1;
+  const std::vector<int> starts =
+      schedule::starts_of(schedule::rounds_between_sites(schedule, binding.site_of), segments);
   const auto chunk_of = [&](const EdgeChunk& each, bool sends, bool coded) {
     const std::size_t i = segmentation.index(each.whole, each.chunk);
     const bool completes_sum =
