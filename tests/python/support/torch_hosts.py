@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,16 +15,23 @@ from torch_ranks import LIMIT, _context
 
 
 def run(
-    network: Network, places: Sequence[int], body: Callable[[], Any], *, backend: str
+    network: Network,
+    places: Sequence[int],
+    body: Callable[[], Any],
+    *,
+    backend: str,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What `body()` returns on each rank; rank r is on host places[r], and meets at host 0.
 
-    `body` is a function of a module, and its result can be pickled.
+    `body` is a function of a module, and its result can be pickled. The ranks have the environment
+    of the first test that started some, and what `environment` adds.
     """
     found, children = [], []
     for rank, place in enumerate(places):
         ours, theirs = _context.Pipe(duplex=False)
-        what = (network.hosts[place].path, rank, len(places), theirs, body, backend)
+        own = dict(environment or {})
+        what = (network.hosts[place].path, rank, len(places), theirs, body, backend, own)
         child = _context.Process(target=_child, args=what)
         child.start()
         theirs.close()
@@ -42,10 +49,17 @@ def run(
 
 
 def _child(
-    namespace: str, rank: int, ranks: int, pipe: Connection, body: Callable[[], Any], backend: str
+    namespace: str,
+    rank: int,
+    ranks: int,
+    pipe: Connection,
+    body: Callable[[], Any],
+    backend: str,
+    environment: dict[str, str],
 ) -> None:
     namespaces.enter(namespace)
     os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="eth0")
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(backend, rank=rank, world_size=ranks)
     pipe.send(body())

@@ -56,15 +56,13 @@ def train() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["any port", "two ports of host 0"])
-def test_ddp_and_fsdp_train_between_hosts(
-    network: Network, filtered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ddp_and_fsdp_train_between_hosts(network: Network, filtered: bool) -> None:
     """Filtered, only the port of torch's store and GRADWIRE_PORT lead to host 0, none to host 1."""
+    environment = {"GRADWIRE_PORT": "29400"} if filtered else {}
     if filtered:
-        monkeypatch.setenv("GRADWIRE_PORT", "29400")
         network.let_in(0, PORT, 29400)
         network.let_in(1)
-    found = torch_hosts.run(network, PLACES, train, backend="gradwire")
+    found = torch_hosts.run(network, PLACES, train, backend="gradwire", environment=environment)
     assert [each[0] for each in found] == [
         {1: "shm", 2: "tcp"},
         {0: "shm", 2: "tcp"},
