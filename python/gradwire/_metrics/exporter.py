@@ -58,8 +58,9 @@ class _Exporter:
         """All of it as Prometheus reads it."""
         with self._lock:
             self._add_released()
-            parts = [self._ended, *(each.samples() for each in self._open)]
-        return render(with_ratios(total(parts)))
+            ended, sources = {**self._ended}, [*self._open]
+        # Without the lock: a communicator may be collected here, which takes its time.
+        return render(with_ratios(total([ended, *(each.samples() for each in sources)])))
 
     def _add_released(self) -> None:
         while self._released:

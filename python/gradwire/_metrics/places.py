@@ -16,6 +16,7 @@ from typing import Any
 
 SECONDS = 5.0  # between two writings of a file
 _CLIENT_SECONDS = 5.0  # a client that is slower is left
+_PAUSE = 1.0  # seconds, after a client that could not be accepted
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _log = logging.getLogger("gradwire")
@@ -33,7 +34,8 @@ class Port(socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.text = text
         super().__init__((host, port), _Handler)
-        self._over = False
+        self._over = threading.Event()
+        self._client: socket.socket | None = None  # the one that is answered
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -42,14 +44,37 @@ class Port(socketserver.TCPServer):
         return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}/metrics"
 
     def _run(self) -> None:
-        while not self._over:
+        while not self._over.is_set():
             self.handle_request()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accepts a client; one that cannot be accepted, for lack of descriptors, stays waiting."""
+        try:
+            return super().get_request()
+        except OSError:
+            self._over.wait(_PAUSE)
+            raise
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answers a client, which has so many seconds for all of its request."""
+        self._client = request
+        if self._over.is_set():
+            return
+        limit = threading.Timer(_CLIENT_SECONDS, _shut, (request,))
+        limit.daemon = True
+        limit.start()
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            limit.cancel()
+
     def end(self, _keep: bool, /) -> None:
-        """Listens no more."""
-        self._over = True
-        self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
+        """Listens no more, and leaves the client that is answered."""
+        self._over.set()
+        _shut(self.socket)  # wakes the thread
+        if (client := self._client) is not None:
+            _shut(client)
+        self._thread.join(_CLIENT_SECONDS)
         self.server_close()
 
     def forget(self) -> None:
@@ -61,8 +86,12 @@ class Port(socketserver.TCPServer):
         _log.debug("metrics: the client at %s is left", client_address, exc_info=True)
 
 
+def _shut(its: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        its.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _CLIENT_SECONDS
     server: Port
 
     def do_GET(self) -> None:
@@ -98,14 +127,17 @@ class File:
     def write(self) -> None:
         """Replaces the file."""
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        fresh.write_text(self._text(), encoding="utf-8")
+        text = self._text()
+        fresh.unlink(missing_ok=True)
+        with fresh.open("x", encoding="utf-8") as file:  # follows no link
+            file.write(text)
         os.replace(fresh, self._path)
 
     def _run(self) -> None:
         while not self._over.wait(SECONDS):
             try:
                 self.write()
-            except OSError as error:
+            except Exception as error:
                 _log.warning("GRADWIRE_METRICS: %s is not written any more: %s", self, error)
                 return
 

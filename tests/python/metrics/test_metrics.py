@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import socket
+import socketserver
 import subprocess
 import sys
 import time
@@ -215,6 +217,79 @@ def test_each_rank_of_a_host_has_the_next_port_and_a_taken_one_stops_nobody(
     assert caplog.text.count("shows no metrics: taken") == 3
 
 
+@pytest.fixture
+def opened() -> Iterator[places.Port]:
+    """A port that shows a text."""
+    place = places.Port("127.0.0.1", 0, lambda: "shown")
+    yield place
+    place.end(False)
+
+
+def slow_client(place: places.Port) -> socket.socket:
+    """A client whose request does not end."""
+    client = socket.create_connection(place.server_address[:2], timeout=LIMIT)  # type: ignore[arg-type]
+    client.sendall(b"GET /met")
+    eventually(lambda: place._client is not None)
+    return client
+
+
+def test_a_slow_client_is_left(opened: places.Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_CLIENT_SECONDS", 0.05)
+    with slow_client(opened) as client:
+        assert client.recv(1) == b""
+    monkeypatch.undo()
+    with urllib.request.urlopen(str(opened), timeout=LIMIT) as answer:
+        assert answer.read() == b"shown"
+
+
+def test_a_slow_client_does_not_keep_a_rank_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_CLIENT_SECONDS", 2 * LIMIT)
+    place = places.Port("127.0.0.1", 0, str)
+    with slow_client(place) as client:
+        place.end(False)
+        assert not place._thread.is_alive()
+        assert client.recv(1) == b""
+
+
+def test_without_descriptors_a_port_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[Any] = []
+
+    def full(self: Any) -> Any:
+        turns.append(self)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", full)
+    monkeypatch.setattr(places, "_PAUSE", 2 * LIMIT)
+    place = places.Port("127.0.0.1", 0, str)
+    with socket.create_connection(place.server_address[:2], timeout=LIMIT):  # type: ignore[arg-type]
+        eventually(lambda: len(turns) > 0)
+        place.end(False)
+    assert not place._thread.is_alive()
+    assert turns == [place]
+
+
+def test_a_link_in_a_files_place_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / f".a.prom.{os.getpid()}").symlink_to(other)
+    file = places.File(tmp_path, "a.prom", lambda: "shown")
+    assert other.read_text() == "kept"
+    assert Path(str(file)).read_text() == "shown"
+    assert not Path(str(file)).is_symlink()
+    file.end(False)
+
+
+def test_whatever_ends_a_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(places, "SECONDS", 0.01)
+    texts = iter(["shown"])  # then StopIteration
+    file = places.File(tmp_path, "a.prom", lambda: next(texts))
+    file._thread.join(LIMIT)
+    assert f"{file} is not written any more" in caplog.text
+    file.end(False)
+
+
 def test_a_file_is_replaced_as_a_whole_and_removed_at_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +391,23 @@ def test_a_communicator_may_be_collected_while_metrics_are_read(port: None) -> N
     found = run(2, body)
     assert min(found) >= 3  # nothing of the collected one is lost
     assert released == []
+
+
+def test_a_communicator_whose_last_reference_is_here_ends_without_the_lock(port: None) -> None:
+    locked: list[bool] = []
+
+    class Source(exporter.Source):
+        def samples(self, **how: Any) -> Any:
+            assert exporter._exporter is not None
+            locked.append(exporter._exporter._lock.locked())
+            return super().samples(**how)
+
+    def body(comm: Communicator) -> None:
+        comm._counted.__class__ = Source
+        assert "gradwire_info{" in exporter.text()
+        assert locked == [False]
+
+    run(1, body)
 
 
 def test_labels_are_escaped() -> None:
