@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest.mock import Mock
 
 import gradwire
 import pytest
@@ -14,6 +15,7 @@ from gradwire.torch import Compression, State, register
 from gradwire.torch.exchange import automatic
 from gradwire.torch.exchange.automatic import Chosen, Later, choose
 from gradwire.torch.exchange.defaults import Model
+from gradwire.torch.exchange.first_steps import FirstSteps
 from gradwire.torch.exchange.links import measured
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,7 +123,7 @@ def test_on_gpus_the_links_between_hosts_decide(
     assert why in found.why
     assert ("guesses for GPUs" in found.guess) == (later is not None)
     if later is not None:  # a host does not wait for its GPU: a step's time tells
-        assert 0.9 < later.computing(1.0, 0.0) < 1.0
+        assert 0.9 < later.computing("int8", 1.0, 0.0) < 1.0
         assert str(later.settings(1.0).last) == "none"
 
 
@@ -240,6 +242,63 @@ def test_a_saved_training_goes_on_with_the_codec_that_it_had_chosen() -> None:
         other.load_state_dict(saved)
         assert set(trained(again, other, books, range(2 * CHOSEN_AT))) == {"none"}
         assert "chose none when this training began" in other.why
+
+
+def test_a_resumed_training_is_timed_with_the_codec_that_it_had() -> None:
+    """On GPUs, where computing is what the codec leaves of a step."""
+    model = network(512)
+    gpus = {name: OnGpu(each) for name, each in model.parameters.items()}
+    _, later = choice(model._replace(parameters=gpus), ranks_of(1e9, FOUR_HOSTS))
+    assert later is not None
+    state = Mock()
+    steps = FirstSteps(later, state)
+    found: list[tuple[str, float]] = []
+    measure = later.computing
+
+    def computing(codec: str, step: float, waited: float) -> float:
+        found.append((codec, measure(codec, 1.0, waited)))
+        return found[-1][1]
+
+    later.computing = computing  # type: ignore[method-assign]
+    for codec in ("int8", "none", "lowrank"):
+        steps.go_on(codec, over=False)
+        steps.begin_step(0.0, float)
+        steps.begin_step(0.0, float)
+    seconds = dict(found)
+    assert [*seconds] == ["int8", "none", "lowrank"]
+    assert state._change.call_count == 3
+    assert seconds["none"] < seconds["int8"] < seconds["lowrank"] == 1.0  # which has no times
+
+
+def test_ranks_that_round_otherwise_agree_on_the_later_codec() -> None:
+    model = network(512)
+    _, later = choice(model, ranks_of(1e9, FOUR_HOSTS))
+    assert later is not None
+    assert later.codecs == ["none", "fp16", "int8"]
+    given: list[float] = []
+
+    def most(own: float) -> float:
+        given.append(own)
+        return 1.0  # of a rank that takes fp16
+
+    assert str(later.settings(20.0, most).last) == "fp16"
+    assert given == [0]
+    assert str(later.settings(20.0).last) == "none"
+
+
+@torch_ranks.on_ranks(2)
+def test_ranks_whose_optimizers_allow_other_codecs_are_refused() -> None:
+    """Though they would begin with the same codec."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        computing(monkeypatch, 0.0)
+        fast = gradwire.CostModel({"within.beta": 8e-12, "within.latency": 1e-6})
+        monkeypatch.setattr(automatic, "measured", lambda *_: fast)
+        ddp = DistributedDataParallel(wide())
+        optimizer = (SGD, ADAMW)[dist.get_rank()](ddp.parameters(), lr=0.01)
+        with pytest.raises(gradwire.InvalidArgument) as raised:
+            register(ddp, "auto", optimizer=optimizer)
+    assert "a different codec=" in str(raised.value)
+    assert "auto, which chose none of none, fp16, int8, lowrank" in str(raised.value)
 
 
 @torch_ranks.on_ranks(2)

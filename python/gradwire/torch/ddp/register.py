@@ -123,7 +123,7 @@ def register(
         clip_norm=clip_norm,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
-        codec=told(given, chosen),
+        codec=told(given, chosen, later),
         **given.alike,
     )
     _release_from_old(ddp)

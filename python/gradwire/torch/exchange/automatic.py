@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -60,18 +60,27 @@ class Later:
     def __init__(self, model: Model, given: Compression, times: _Times, codec: str) -> None:
         self._model, self._given, self._times, self.codec = model, given, times, codec
 
-    def computing(self, step: float, waited: float) -> float:
+    @property
+    def codecs(self) -> Sequence[str]:
+        """Those between which it chooses."""
+        return self._times.steps.codecs
+
+    def computing(self, codec: str, step: float, waited: float) -> float:
         """The seconds for which this rank computes in a step, at whose end it waited.
 
-        A host does not wait for a GPU: there computing is what the cost model leaves of the step.
+        A host does not wait for a GPU: there computing is what the cost model leaves of the step
+        with its codec.
         """
         if self._times.on_gpus:
-            return self._times.steps.compute(self.codec, step)
+            return self._times.steps.compute(codec, step)
         return max(step - waited, 0.0)
 
-    def settings(self, compute: float) -> Settings:
-        """The settings for ranks that compute so long in a step; guesses were told before."""
-        found = self._times.choice(compute)
+    def settings(self, compute: float, most: Callable[[float], float] = float) -> Settings:
+        """The settings for ranks that compute so long in a step; guesses were told before.
+
+        `most` tells the largest number that any rank gives.
+        """
+        found = self._times.choice(compute, most)
         return _settings(self._model, self._given, found._replace(guess=""))
 
     def of(self, codec: str) -> Settings:
@@ -126,11 +135,12 @@ def _chosen(model: Model, given: Compression, found: _Times | _Choice) -> Chosen
     return Chosen(_settings(model, given, first), Later(model, given, found, first.codec))
 
 
-def told(given: Compression, chosen: Settings) -> str:
+def told(given: Compression, chosen: Settings, later: Later | None) -> str:
     """What ranks compare, since a codec that was given is compared by their calls."""
     if given.codec != AUTO:
         return "another than auto"
-    return f"auto, which chose {chosen.compression.codec}"
+    among = "" if later is None else f" of {', '.join(later.codecs)}"
+    return f"auto, which chose {chosen.compression.codec}{among}"
 
 
 def _settings(model: Model, given: Compression, choice: _Choice) -> Settings:
@@ -156,11 +166,15 @@ class _Times(NamedTuple):
     on_gpus: bool
     left: str = ""  # why a codec is left out
 
-    def choice(self, compute: float | None) -> _Choice:
-        """The least lossy codec whose step is nearly as fast as the fastest one's."""
+    def choice(self, compute: float | None, most: Callable[[float], float] = float) -> _Choice:
+        """The least lossy codec whose step is nearly as fast as the fastest one's.
+
+        With `most`, which tells the largest number of any rank, ranks that round otherwise agree.
+        """
         seconds = self.steps.all(compute or 0.0)
         limit = _NEARLY * min(seconds.values())
-        codec = next(name for name, its in seconds.items() if its <= limit)
+        own = next(number for number, its in enumerate(seconds.values()) if its <= limit)
+        codec = self.steps.codecs[int(most(own))]
         times = ", ".join(f"{name} {its * 1e3:.3g} ms" for name, its in seconds.items())
         what = "averaging" if compute is None else f"steps that compute {compute * 1e3:.3g} ms"
         why = (

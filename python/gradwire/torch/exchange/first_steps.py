@@ -41,11 +41,11 @@ class FirstSteps:
             return
         now = time.perf_counter()
         if self._began is not None:
-            self._found.append(self._later.computing(now - self._began, waited))
+            self._found.append(self._later.computing(self.codec, now - self._began, waited))
         self._began = now
         if len(self._found) == _UNSETTLED + _TIMED:
             slowest = most(statistics.median(self._found[_UNSETTLED:]))
-            self._take(self._later.settings(slowest), over=True)
+            self._take(self._later.settings(slowest, most), over=True)
 
     def go_on(self, codec: str, over: bool) -> None:
         """Takes the codec of a saved training, for good if that had chosen so."""

@@ -6,7 +6,7 @@ in the order in which backward has them, and one after the other is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.torch.exchange.links import solve
 
@@ -33,6 +33,11 @@ class StepTimes:
             for known in ({share: exchange(share) for share in set(self._shares)},)
         }
 
+    @property
+    def codecs(self) -> Sequence[str]:
+        """The codecs that it was given, in their order."""
+        return [*self._seconds]
+
     def exchange(self, codec: str) -> float:
         """The seconds of averaging alone."""
         return sum(self._seconds[codec])
@@ -53,7 +58,12 @@ class StepTimes:
         return max(compute, done)
 
     def compute(self, codec: str, step: float) -> float:
-        """The seconds for which a rank computes in a step that takes so many."""
+        """The seconds for which a rank computes in a step that takes so many.
+
+        Of another codec nothing is known: it is taken to cost nothing.
+        """
+        if codec not in self._seconds:
+            return step
         return solve(lambda its: self.step(codec, its), step, (_LEAST, max(step, _LEAST)))
 
 

@@ -102,7 +102,7 @@ def register_fsdp(
         communicator,
         owns_communicator=owns,
         group=shard_group,
-        codec=told(given, chosen),
+        codec=told(given, chosen, later),
         gather_codec=gather_codec,
         scaler=scaler is not None,
         optimizer=optimizer is not None,
