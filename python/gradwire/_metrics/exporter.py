@@ -16,7 +16,7 @@ from gradwire import _core
 from gradwire._base import environment
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._metrics.source import Source
-from gradwire._metrics.text import Key, render, total, with_ratios
+from gradwire._metrics.text import Key, Labels, render, total, with_ratios
 
 if TYPE_CHECKING:
     from gradwire._metrics.places import File, Port
@@ -54,13 +54,14 @@ class _Exporter:
             finally:
                 self._lock.release()
 
-    def text(self) -> str:
-        """All of it as Prometheus reads it."""
+    def text(self, more: Labels = ()) -> str:
+        """All of it as Prometheus reads it, with `more` labels."""
         with self._lock:
             self._add_released()
             ended, sources = {**self._ended}, [*self._open]
         # Without the lock: a communicator may be collected here, which takes its time.
-        return render(with_ratios(total([ended, *(each.samples() for each in sources)])))
+        samples = total([ended, *(each.samples() for each in sources)])
+        return render(with_ratios(samples), more)
 
     def _add_released(self) -> None:
         while self._released:
@@ -124,8 +125,10 @@ def _opened(exporter: _Exporter, mesh: Mesh) -> Port | File | None:
     where = environment.endpoint(_VARIABLE)
     try:
         if isinstance(where, str):
-            name = f"gradwire-{mesh.job.name}-rank{mesh.job_rank(mesh.rank)}.prom"
-            place: Port | File = File(Path(where), name, exporter.text)
+            # In a folder that jobs share, neither files nor series of one are another's.
+            run = f"{mesh.job.tag:016x}"
+            name = f"gradwire-{mesh.job.name}-{run}-rank{mesh.job_rank(mesh.rank)}.prom"
+            place: Port | File = File(Path(where), name, lambda: exporter.text((("run", run),)))
         else:
             host, port = where
             place = Port(host, port and port + _local_rank(mesh), exporter.text)

@@ -53,15 +53,15 @@ def key(name: str, **labels: object) -> Key:
     return name, tuple((label, str(value)) for label, value in labels.items())
 
 
-def render(samples: Mapping[Key, float]) -> str:
-    """Formats the samples, family by family."""
+def render(samples: Mapping[Key, float], more: Labels = ()) -> str:
+    """Formats the samples, family by family, each with `more` labels."""
     order = {name: number for number, name in enumerate(FAMILIES)}
     ordered = sorted(samples.items(), key=lambda each: (order[each[0][0]], each[0][1]))
     lines: list[str] = []
     for name, members in groupby(ordered, key=lambda each: each[0][0]):
         kind, meaning = FAMILIES[name]
         lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{{{_text(labels)}}} {value!r}" for (_, labels), value in members]
+        lines += [f"{name}{{{_text(labels + more)}}} {value!r}" for (_, labels), value in members]
     return "\n".join(lines) + "\n" if lines else ""
 
 

@@ -294,13 +294,14 @@ def test_a_file_is_replaced_as_a_whole_and_removed_at_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "SECONDS", 0.01)
-    shown = folder / "gradwire-threads-rank0.prom"
 
-    def body(comm: Communicator) -> None:
+    def body(comm: Communicator) -> Path:
         comm.all_reduce(np.ones(8, np.float32))
+        (shown,) = folder.glob("gradwire-threads-*-rank0.prom")
         eventually(lambda: "gradwire_calls_total{" in shown.read_text())
+        return shown
 
-    run(1, body)
+    (shown,) = run(1, body)
     assert value(parsed(shown.read_text()), "gradwire_calls_total", rank=0) >= 1
     assert [*folder.glob("*.prom")] == [shown]
     exporter.end()
@@ -315,6 +316,18 @@ def test_a_file_that_tells_of_a_failure_is_kept(folder: Path) -> None:
     exporter.end()
     (kept,) = folder.iterdir()
     assert value(parsed(kept.read_text()), "gradwire_failures_total", rank=0) == 1
+
+
+def test_jobs_of_one_name_share_neither_files_nor_series(folder: Path) -> None:
+    def body(comm: Communicator) -> None:
+        comm.abort("enough")
+
+    for _ in range(2):
+        outcomes(1, body)
+        exporter.end()
+    one, other = (parsed(each.read_text()) for each in folder.iterdir())
+    assert {name for name, _ in one} == {name for name, _ in other}
+    assert one.keys().isdisjoint(other)
 
 
 def test_processes_of_a_program_show_their_own(tmp_path: Path) -> None:
