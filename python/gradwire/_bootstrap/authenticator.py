@@ -83,6 +83,10 @@ class RefusalLog:
         self._lock = threading.Lock()
         self._last: dict[str, float] = {}
 
+    def release_after_fork(self) -> None:
+        """Renews the lock, which another thread of the parent may have had."""
+        self._lock = threading.Lock()
+
     def note(self, address: str, reason: str) -> None:
         """Logs that `address` was refused, unless that was logged within the last minute."""
         if self._is_due(address):
@@ -99,6 +103,7 @@ class RefusalLog:
 
 
 refusals = RefusalLog()  # of all authenticators of this process
+os.register_at_fork(after_in_child=refusals.release_after_fork)
 
 
 class Authenticator:
@@ -164,13 +169,13 @@ class Authenticator:
         self._secret = secret
 
     def close(self) -> None:
-        """Stops listening and drops all pending connections."""
-        for entry in list(self._pending):
-            self._forget(entry)
+        """Stops listening and drops all pending connections; in a forked child, its copies."""
+        self._selector.close()  # first, since to unregister would do so in the parent, too
+        for entry in self._pending:
             entry.sock.close()
+        self._pending.clear()
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:

@@ -15,12 +15,14 @@ import errno
 import logging
 import os
 import socket
+import struct
 import threading
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
 from gradwire._base import environment
+from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap.authenticator import (
@@ -39,6 +41,8 @@ from gradwire._host.interfaces import Target
 
 _TURN_SECONDS = 1.0  # after which it looks at the limits of silent clients
 _AGAIN_SECONDS = 0.5  # after which a process tries again to take a port that is not free
+_HOLDER_SECONDS = 5.0  # for the process that has the port to take this one's connection
+_PAUSE_SECONDS = 0.01
 
 _log = logging.getLogger("gradwire")
 _REST_BYTES = 1024  # what a client may have sent after its hello
@@ -84,6 +88,7 @@ class _Port:
         self._family, self._target = family, target
         self._name = f"\0gradwire-port-{target[0]}-{target[1]}"
         self._turn_taking = socket.socket()  # the owner's listener, or a connection to it
+        self._others: list[socket.socket] = []  # of processes that wait for this one's end
         self._dispatcher: _Dispatcher | None = None
         self._take()
         name = f"gradwire-port-{target[1]}"
@@ -91,35 +96,53 @@ class _Port:
 
     def release_after_fork(self) -> None:
         """Closes the child's copies, so that others notice the parent's end."""
-        self._turn_taking.close()
+        for each in (self._turn_taking, *self._others):
+            each.close()
         if self._dispatcher is not None:
             self._dispatcher.close()
 
     def _take(self) -> None:
         """Takes the port, or finds the process that has it; raises OSError."""
-        while True:
-            self._turn_taking.close()
-            self._turn_taking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                self._turn_taking.bind(self._name)
-            except OSError:  # another process has it, unless it has ended meanwhile
-                with suppress(ConnectionRefusedError):
-                    self._meet_holder()
-                    return
-                continue
-            self._turn_taking.listen(BACKLOG)
-            try:
+        try:
+            if self._is_first():
                 self._dispatcher = _Dispatcher(_listen(self._family, self._target))
-            except OSError:
-                self._turn_taking.close()
+        except OSError:
+            self._turn_taking.close()
+            raise
+
+    def _is_first(self) -> bool:
+        """Whether this process may take the port; else it is connected with the one that has it."""
+        limit, pause = Deadline(_HOLDER_SECONDS), threading.Event()
+        while not self._take_turn():
+            try:
+                self._meet_holder()
+                return False
+            except ConnectionRefusedError:  # it has ended meanwhile, or does not listen yet
+                if limit.passed:
+                    raise
+            pause.wait(_PAUSE_SECONDS)
+        return True
+
+    def _take_turn(self) -> bool:
+        """Listens for the processes that wait for this one's end; False where another does."""
+        self._turn_taking.close()
+        self._turn_taking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._turn_taking.bind(self._name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
                 raise
-            return
+            return False
+        self._turn_taking.listen(BACKLOG)
+        self._turn_taking.setblocking(False)
+        return True
 
     def _meet_holder(self) -> None:
         """Connects with the process that has the port; raises OSError for another user's."""
+        limit = struct.pack("ll", *divmod(int(_HOLDER_SECONDS * 1e6), 10**6))
+        self._turn_taking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._turn_taking.connect(self._name)
         if (owner := peer_uid(self._turn_taking)) != os.geteuid():
-            self._turn_taking.close()
             raise OSError(
                 errno.EADDRINUSE, f"a job of user {owner} has it: choose another GRADWIRE_PORT"
             )
@@ -140,6 +163,20 @@ class _Port:
     def _turn(self) -> None:
         assert self._dispatcher is not None
         self._dispatcher.poll(_TURN_SECONDS)
+        self._take_others()
+
+    def _take_others(self) -> None:
+        """Keeps the connections of this user's processes, so that their queue is never full."""
+        for _ in range(BACKLOG):
+            try:
+                other, _ = self._turn_taking.accept()
+            except OSError:  # nobody waits, or no descriptor is left
+                return
+            self._others = [each for each in self._others if not _has_ended(each)]
+            if peer_uid(other) == os.geteuid():
+                self._others.append(other)
+            else:
+                other.close()
 
 
 class _Dispatcher(Authenticator):
@@ -163,6 +200,18 @@ class _Dispatcher(Authenticator):
         return []
 
 
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the process at the other end, which says nothing, has closed it; closes it, too."""
+    try:
+        sock.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    sock.close()
+    return True
+
+
 def _listen(family: socket.AddressFamily, target: Target) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -176,6 +225,8 @@ def _listen(family: socket.AddressFamily, target: Target) -> socket.socket:
 
 
 def _release_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have had it
     for port in _ports.values():
         port.release_after_fork()
     _ports.clear()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from gradwire import Communicator, RendezvousError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
-from gradwire._bootstrap.authenticator import Authenticator, open_listener
+from gradwire._bootstrap.authenticator import Authenticator, open_listener, refusals
 from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, dial
 from gradwire._bootstrap.store import Address
@@ -246,6 +247,36 @@ def test_a_port_that_another_users_job_has_is_told(port: int) -> None:
         share(port)
 
 
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_holder_of_the_port_that_does_not_answer_ends_the_attempt(
+    port: int, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_port, "_HOLDER_SECONDS", 0.05)
+    name = f"\0gradwire-port-{HERE}-{port}"
+    with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(name)
+        if listens:
+            holder.listen(0)
+            stack.enter_context(dial(socket.AF_UNIX, name, LIMIT))  # so its queue is full
+        with pytest.raises((ConnectionRefusedError, BlockingIOError)):
+            share(port)
+    share(port)  # it is free again
+
+
+def test_more_processes_than_its_queue_holds_wait_for_the_holder(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_port, "BACKLOG", 1)
+    monkeypatch.setattr(shared_port, "_TURN_SECONDS", 0.01)
+    share(port)
+    limit = struct.pack("ll", int(LIMIT), 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            other.connect(f"\0gradwire-port-{HERE}-{port}")
+
+
 def test_a_forked_child_keeps_no_port(port: int) -> None:
     share(port)
     child = os.fork()
@@ -255,6 +286,30 @@ def test_a_forked_child_keeps_no_port(port: int) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     with a_listener(7):
         assert ask(port, 7) == b"welcome"
+
+
+def test_a_forked_child_needs_no_lock_of_the_parents_threads(port: int) -> None:
+    with shared_port._lock, refusals._lock:
+        child = os.fork()
+        if child == 0:
+            free = [each.acquire(timeout=1) for each in (shared_port._lock, refusals._lock)]
+            os._exit(0 if all(free) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_forked_child_takes_no_client_from_its_parent() -> None:
+    with contextlib.closing(Authenticator([], "job", SECRET, lambda *_: None)) as authenticator:
+        client, server = socket.socketpair()
+        authenticator.begin_handshake(server, "a client")
+        child = os.fork()
+        if child == 0:
+            authenticator.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        client.close()
+        authenticator.poll(1.0)
+        assert authenticator.pending == 0
 
 
 @pytest.mark.parametrize(
