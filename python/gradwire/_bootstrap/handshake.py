@@ -49,6 +49,7 @@ _HELLO = struct.Struct("<4sHBBQ16sIIii")
 HELLO_BYTES = _HELLO.size
 _ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
+WELCOME_BYTES = _ANSWER + _PROOF  # that a server says at least to who has proved itself
 REFUSAL = bytes(_ANSWER)  # no message of Noise: a public key of zeros leads to no secret
 NOBODY = b"\1" + bytes(_ANSWER - 1)  # nor is this, which says that nobody listens there
 

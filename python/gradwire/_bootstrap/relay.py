@@ -42,6 +42,7 @@ from gradwire._bootstrap.authenticator import (
 from gradwire._bootstrap.handshake import (
     HANDSHAKE_TIMEOUT,
     HELLO_BYTES,
+    WELCOME_BYTES,
     HandshakeError,
     Hello,
     Purpose,
@@ -112,19 +113,23 @@ class Relay:
             with open_listener(*number) as listener:
                 _sockets.update((registered, listener))
                 while registered not in (ready := _ready(registered, listener)):
-                    if ready and self._waiting.acquire(blocking=False):
+                    if ready and self._waiting.acquire(timeout=_AGAIN_SECONDS):
                         self._announce(registered, listener)
 
     def _announce(self, registered: socket.socket, listener: socket.socket) -> None:
         """Tells a registered rank of who wants to connect to it."""
         second = secrets.randbits(64)
-        try:
-            sock, hello = take_handed(listener)
-            waits = open_listener(second)
-        except OSError:
-            self._waiting.release()
-            return
-        _start(self._meet, waits, sock, hello)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._waiting.release)
+            try:
+                sock, hello = take_handed(listener)
+                stack.enter_context(sock)
+                waits = stack.enter_context(open_listener(second))
+                _start(self._meet, waits, sock, hello)
+            except (OSError, RuntimeError) as error:  # which no thread is left raises
+                refusals.note("the relay", str(error))
+                return
+            stack.pop_all()  # the thread's
         registered.sendall(_NUMBER.pack(second))
 
     def _meet(self, waits: socket.socket, sock: socket.socket, hello: bytes) -> None:
@@ -149,7 +154,8 @@ def pass_on(sock: socket.socket, other: socket.socket, first: bytes) -> None:
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fail_with_host(each, always_read=always_read)
     other.sendall(first)
-    back = _start(_pump, other, sock)
+    # Who did not get as far as the welcome is a stranger, and may never end the socket.
+    back = _start(_pump, other, sock, WELCOME_BYTES)
     _passing.add(back)
     _pump(sock, other)
     back.join()
@@ -162,15 +168,22 @@ def _linger() -> None:
         thread.join(limit.remaining)
 
 
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Passes bytes on until the source ends, and then ends the target; a reset ends both."""
+def _pump(source: socket.socket, target: socket.socket, least: int = 0) -> None:
+    """Passes bytes on until the source ends, and then ends the target.
+
+    A reset ends both, as does the source's end after fewer than `least` bytes.
+    """
     reading, writing = os.pipe()
+    passed = 0
     try:
         with contextlib.suppress(OSError):  # it stays smaller
             fcntl.fcntl(writing, _F_SETPIPE_SZ, _PIPE_BYTES)
         while count := os.splice(source.fileno(), writing, _PIPE_BYTES):
+            passed += count
             while count:
                 count -= os.splice(reading, target.fileno(), count)
+        if passed < least:
+            raise ConnectionAbortedError
         target.shutdown(socket.SHUT_WR)
     except OSError:
         for each in (source, target):
@@ -228,8 +241,11 @@ class Registration:
 
 def _ready(*sockets: socket.socket) -> list[socket.socket]:
     """Those that have something to read, or have ended; waits for a second."""
-    found, _, _ = select.select(sockets, [], [], _TURN_SECONDS)
-    return found
+    poller = select.poll()
+    for each in sockets:
+        poller.register(each, select.POLLIN)
+    found = {number for number, _ in poller.poll(_TURN_SECONDS * 1000)}
+    return [each for each in sockets if each.fileno() in found]
 
 
 def _start(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -6,10 +6,13 @@ One inbound TCP port leads to host 0, and none to the other hosts.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +23,9 @@ import namespaces
 import numpy as np
 import pytest
 from gradwire import Communicator, TransportError
+from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import connect, relay
+from gradwire._bootstrap.handshake import HELLO_BYTES, WELCOME_BYTES, Hello, Purpose, receive
 from hosts import LIMIT, PORT, Network, Rank
 from namespaces import Namespace
 from stopwatch import own_time
@@ -152,7 +157,7 @@ def test_the_relay_reads_nothing(network: Network) -> None:
     """What it passes on has no trace of what ranks send, nor of the job's secret."""
     passed: list[bytes] = []
 
-    def pump(source: socket.socket, target: socket.socket) -> None:
+    def pump(source: socket.socket, target: socket.socket, _: int = 0) -> None:
         with contextlib.suppress(OSError):
             while part := source.recv(1 << 16):
                 passed.append(part)
@@ -221,6 +226,45 @@ def test_a_process_behind_a_filter_joins_one_behind_another(network: Network) ->
         with contextlib.closing(Rank(network.hosts[2], joiner)) as third:
             ended = [each.outcome() for each in (*ranks, third)]
     assert [(each.value, each.error) for each in ended] == [(6.0, None)] * 3
+
+
+def ends_of_a_connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+@pytest.mark.parametrize("said", [0, WELCOME_BYTES - 1])
+def test_a_stranger_whom_the_rank_refuses_costs_the_relay_nothing_more(said: int) -> None:
+    """He says nothing, and never ends his socket."""
+    stranger, sock = ends_of_a_connection()
+    rank, other = ends_of_a_connection()
+    hello = Hello("job", Purpose.CONTROL).pack()
+    thread = threading.Thread(target=relay.pass_on, args=(sock, other, hello), daemon=True)
+    with stranger, sock, other:
+        thread.start()
+        with rank:
+            assert receive(rank, HELLO_BYTES, Deadline(LIMIT)) == hello
+            rank.sendall(bytes(said))
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+        assert receive(stranger, said, Deadline(LIMIT)) == bytes(said)
+        assert stranger.recv(1) == b""
+
+
+def test_the_relay_waits_on_descriptors_of_any_number() -> None:
+    one, other = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("ulimit -n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        number = fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 1500)
+        with one, other, socket.socket(fileno=number) as high:
+            other.sendall(b"x")
+            assert relay._ready(high, one) == [high, one]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.nightly
