@@ -14,6 +14,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
@@ -21,7 +22,7 @@ from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap import endpoints, relay
 from gradwire._bootstrap.acceptor import LANES, PURPOSES, Acceptor, Sockets
-from gradwire._bootstrap.endpoints import dial_by_name, listen, open_socket, require_route
+from gradwire._bootstrap.endpoints import listen, open_socket, require_route
 from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
@@ -36,6 +37,8 @@ from gradwire._bootstrap.mesh import (
     Link,
     Mesh,
     Peer,
+    RelayPlace,
+    choose_relay,
     choose_transport,
     unpack_address_info,
 )
@@ -62,7 +65,7 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETI
 _log = logging.getLogger("gradwire")
 
 _unreachable: set[str] = set()  # hosts to which only the relay led from here
-_relays: dict[Job, AddressInfo] = {}  # the last one of each job
+_relays: dict[Job, RelayPlace] = {}  # the last one of each job
 
 
 def connect_mesh(
@@ -118,6 +121,7 @@ class _Attempt:
         self._addresses: list[AddressInfo] = []
         listeners, self._own = listen(transports, mesh.interface)
         self._acceptor = Acceptor(listeners, mesh)
+        self._own = replace(self._own, relay=self._known_relay())
         if self._own.relays:
             relay.serve(mesh.job)
         self._transports: dict[int, str] = {}
@@ -166,16 +170,24 @@ class _Attempt:
     def _is_beyond(self, peer: int) -> bool:
         return self._addresses[peer].host != self._own.host
 
-    def _find_relay(self) -> relay.Dial | None:
-        """What connects to the relay; None where there is none, or this host has it."""
+    def _known_relay(self) -> RelayPlace | None:
         host, port = environment.place("GRADWIRE_RELAY")
         if host:
-            return lambda limit: dial_by_name(host, port, limit.left)
-        job = self._mesh.job
-        info = next((each for each in self._addresses if each.relays), _relays.get(job))
-        if info is None or info.host == self._own.host:
+            return RelayPlace("", host, "", port)
+        own = self._own
+        if own.relays:
+            return RelayPlace(own.host, own.advertised, own.address, own.port)
+        return _relays.get(self._mesh.job)
+
+    def _find_relay(self) -> relay.Dial | None:
+        """What connects to the relay; None where there is none, or this host has it."""
+        place = choose_relay(self._addresses)
+        if place is None:
             return None
-        _relays[job] = info  # also for groups without that rank
+        _relays[self._mesh.job] = place  # also for groups without that rank
+        if place.host == self._own.host:
+            return None
+        info = replace(self._own, unix="", **place._asdict())
         own = self._mesh.interface.interface
         return lambda limit: open_socket(info, "tcp", own, limit)
 

@@ -98,13 +98,20 @@ def open_socket(
 
 
 def dial_by_name(host: str, port: int, seconds: float) -> socket.socket:
-    """Connects to one of the addresses that a host's name stands for; raises OSError."""
-    try:
-        sock = socket.create_connection((host, port), seconds)
-    except TimeoutError as error:
-        raise OSError(errno.ETIMEDOUT, f"no answer in {seconds:.2g} s") from error
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
+    """Connects to one of the addresses that a host's name stands for; raises OSError.
+
+    Each address has its share of these seconds.
+    """
+    limit, last = Deadline(seconds), OSError(f"{host} has no address")
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for others, (family, *_, target) in zip(reversed(range(len(found))), found, strict=True):
+        try:
+            return dial(family, target, limit.left / (others + 1))
+        except TimeoutError:
+            last = OSError(errno.ETIMEDOUT, f"no answer in {seconds:.2g} s")
+        except OSError as error:
+            last = error
+    raise last
 
 
 def require_route(lower: int, listens: AddressInfo, higher: int, connects: AddressInfo) -> None:

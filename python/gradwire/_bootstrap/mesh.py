@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, NamedTuple
 
 from gradwire import _core
@@ -122,6 +123,15 @@ class Mesh:
                 sock.close()
 
 
+class RelayPlace(NamedTuple):
+    """Where a relay listens."""
+
+    host: str  # its identity; empty where GRADWIRE_RELAY names the relay
+    advertised: str  # the host that others connect to, where it is not the address
+    address: str
+    port: int
+
+
 @dataclass(frozen=True)
 class AddressInfo:
     """A rank's addresses and transports, which it publishes for the other ranks."""
@@ -138,6 +148,7 @@ class AddressInfo:
     listener: int = 0  # its number at a shared port and at relays
     relays: bool = False  # whether it relays for others at its port
     site: str = ""
+    relay: RelayPlace | None = None  # that it knows, be it its own one
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -167,7 +178,7 @@ class AddressInfo:
         return f"{self.interface} {self.address}{host} port {self.port}".lstrip()
 
 
-_FIELDS: dict[str, type] = {
+_FIELDS: dict[str, type | tuple[type, ...]] = {
     "host": str,
     "name": str,
     "transports": list,
@@ -180,6 +191,7 @@ _FIELDS: dict[str, type] = {
     "listener": int,
     "relays": bool,
     "site": str,
+    "relay": (list, NoneType),
 }
 _MAX_BYTES = 4096
 _MAX_CHARACTERS = 255
@@ -209,7 +221,20 @@ def _read_address_info(found: dict[str, Any]) -> AddressInfo:
         raise ValueError("its listener's number is out of range")
     ipaddress.ip_address(found["address"])
     lists = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
-    return AddressInfo(**{**found, **lists})
+    relay = None if found["relay"] is None else _read_relay(found["relay"])
+    return AddressInfo(**{**found, **lists, "relay": relay})
+
+
+def _read_relay(found: list[Any]) -> RelayPlace:
+    """Checks it alike; raises ValueError."""
+    host, advertised, address, port = found
+    if not all(_is_plain(each) for each in (host, advertised, address)):
+        raise ValueError("a text of its relay is too long, or not printable")
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ValueError("its relay's port is out of range")
+    if not advertised:
+        ipaddress.ip_address(address)
+    return RelayPlace(host, advertised, address, port)
 
 
 def _is_plain(text: object) -> bool:
@@ -235,6 +260,15 @@ def _joins(transport: str, one: AddressInfo, other: AddressInfo) -> bool:
         common = set(one.networks) & set(other.networks)
         return any(network.startswith(f"{transport} ") for network in common)
     return kind.reach == "all" or one.host == other.host
+
+
+def choose_relay(infos: Iterable[AddressInfo]) -> RelayPlace | None:
+    """The relay of these ranks, the same on all: one that a user named, or else a member's, or else
+    any that a member knows; of equals the lowest rank's.
+    """
+    known = [(each.relay, each.relays) for each in infos if each.relay is not None]
+    by_rank = sorted(known, key=lambda each: (each[0].host != "", not each[1]))
+    return by_rank[0][0] if by_rank else None
 
 
 def inproc_meshes(size: int) -> list[Mesh]:

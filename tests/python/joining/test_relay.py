@@ -6,6 +6,7 @@ One inbound TCP port leads to host 0, and none to the other hosts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -15,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ import numpy as np
 import pytest
 from gradwire import Communicator, TransportError
 from gradwire._base.deadline import Deadline
-from gradwire._bootstrap import connect, relay
+from gradwire._bootstrap import connect, endpoints, relay
 from gradwire._bootstrap.handshake import HELLO_BYTES, WELCOME_BYTES, Hello, Purpose, receive
+from gradwire._bootstrap.mesh import AddressInfo, RelayPlace, choose_relay, unpack_address_info
 from hosts import LIMIT, PORT, Network, Rank
 from namespaces import Namespace
 from stopwatch import own_time
@@ -226,6 +229,43 @@ def test_a_process_behind_a_filter_joins_one_behind_another(network: Network) ->
         with contextlib.closing(Rank(network.hosts[2], joiner)) as third:
             ended = [each.outcome() for each in (*ranks, third)]
     assert [(each.value, each.error) for each in ended] == [(6.0, None)] * 3
+
+
+def test_all_ranks_choose_the_same_relay_of_those_that_some_know() -> None:
+    rank = AddressInfo("h0", "", ("tcp",), "", "10.0.0.1", 1)
+    former, another = (RelayPlace(host, "", "10.0.0.9", 80) for host in ("h8", "h9"))
+    a_user_s = RelayPlace("", "relay.example", "", 443)
+    member = replace(rank, relays=True, relay=RelayPlace("h0", "", "10.0.0.1", 80))
+    one, other = replace(rank, relay=former), replace(rank, relay=another)
+    named = replace(rank, relay=a_user_s)
+    assert choose_relay([rank, rank]) is None
+    assert choose_relay([rank, other, one]) == another
+    assert choose_relay([other, one, member]) == member.relay
+    assert choose_relay([other, member, named]) == a_user_s
+    assert unpack_address_info(named.pack(), 1) == named
+
+
+def test_a_name_of_which_one_address_drops_packets_takes_its_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[float] = []
+
+    def dial(family: int, target: Any, seconds: float) -> socket.socket:
+        tried.append(seconds)
+        if len(tried) < 3:
+            raise TimeoutError
+        return socket.socket()
+
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{n}", 80)) for n in range(3)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(endpoints, "dial", dial)
+    endpoints.dial_by_name("relay.example", 80, 6.0).close()
+    assert tried == pytest.approx([2.0, 3.0, 6.0], abs=0.5)  # of a clock that stands still
+    del tried[:]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
+    with pytest.raises(OSError, match=r"no answer in 6 s") as raised:
+        endpoints.dial_by_name("relay.example", 80, 6.0)
+    assert raised.value.errno == errno.ETIMEDOUT
 
 
 def ends_of_a_connection() -> tuple[socket.socket, socket.socket]:
