@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import NamedTuple
 
 from gradwire import _core
@@ -310,14 +311,17 @@ def _accepted(listener: socket.socket) -> tuple[socket.socket, object, bytes]:
 
 
 # Sockets that one process of a host hands over to another: see `shared_port`. A listener has a
-# number, and a Unix socket of that name.
+# number, and a Unix socket whose name follows from it and from the port.
 
 
-def open_listener(number: int) -> socket.socket:
-    """Listens for what comes in at this host's shared ports with this number; raises OSError."""
+def open_listener(number: int, port: int) -> socket.socket:
+    """Listens for what comes in at this shared port with this number; raises OSError.
+
+    The port is 0 where this process has none, and only hands sockets over to itself.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(_name_of(number))
+        listener.bind(_name_of(number, port))
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
@@ -344,12 +348,12 @@ def take_handed(listener: socket.socket) -> tuple[socket.socket, bytes]:
     return socket.socket(fileno=descriptors[0]), hello
 
 
-def hand_to_listener(sock: socket.socket, hello: bytes) -> bool:
+def hand_to_listener(sock: socket.socket, hello: bytes, port: int) -> bool:
     """Hands a client's socket over to the listener that its hello wants; False where none is."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as carrier:
         carrier.setblocking(False)  # a listener whose queue is full is busy: the client comes again
         try:
-            carrier.connect(_name_of(listener_in(hello)))
+            carrier.connect(_name_of(listener_in(hello), port))
         except ConnectionRefusedError:
             return False
         if peer_uid(carrier) != os.geteuid():
@@ -358,8 +362,9 @@ def hand_to_listener(sock: socket.socket, hello: bytes) -> bool:
     return True
 
 
-def _name_of(number: int) -> str:
-    return f"\0gradwire-listener-{number:016x}"
+def _name_of(number: int, port: int) -> str:
+    """The name of a Unix socket, which all users of the host see, and which hides the number."""
+    return f"\0gradwire-listener-{sha256(f'{port} {number}'.encode()).hexdigest()}"
 
 
 def _name(sock: socket.socket, address: object) -> str:

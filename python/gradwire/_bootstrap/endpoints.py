@@ -40,7 +40,7 @@ def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.soc
         listeners += listener
     if shared or (beyond and not choice.interface.loopback):  # else nobody comes by a relay
         number = secrets.randbits(64)
-        listeners.append(open_listener(number))
+        listeners.append(open_listener(number, shared_port.chosen_port()))
     share_memory = choice.interface.loopback and "shm" in transports  # all ranks are here
     networks = () if share_memory else networks_of(transports)
     relays = shared and advertised != NOWHERE

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
-import hashlib
 import logging
 import os
 import secrets
@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
@@ -52,6 +53,7 @@ from gradwire._bootstrap.handshake import (
     receive,
 )
 from gradwire._bootstrap.mesh import Job
+from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._host.keepalive import fail_with_host
 
 _NUMBER = struct.Struct("<Q")
@@ -72,23 +74,27 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # that a forked ch
 
 
 def number_of_relay(job: Job) -> int:
-    """The number of a job's relays at the ports of their hosts."""
-    text = b"relay" + job_digest(job.name) + job.epoch.to_bytes(4, "little")
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+    """The number of a job's relays at the ports of their hosts, which strangers cannot guess."""
+    text = b"gradwire/1 relay" + job_digest(job.name) + job.epoch.to_bytes(4, "little")
+    return int.from_bytes(_core.hmac_sha256(job.secret, text)[:8], "little")
 
 
 def serve(job: Job) -> None:
     """Relays for ranks of the job from now on, unless another process of this host does."""
-    number = number_of_relay(job)
+    number, port = number_of_relay(job), chosen_port()
     if number not in _relays:
-        with contextlib.suppress(OSError):
-            _relays[number] = Relay(job, open_listener(number))
+        try:
+            _relays[number] = Relay(job, open_listener(number, port), port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                _log.warning("cannot relay for ranks that do not reach each other: %s", error)
 
 
 class Relay:
     """Passes bytes on between ranks of a job, in threads of its own."""
 
-    def __init__(self, job: Job, listener: socket.socket) -> None:
+    def __init__(self, job: Job, listener: socket.socket, port: int) -> None:
+        self._port = port
         self._authenticator = Authenticator([listener], job.name, job.secret, self._check)
         _sockets.add(listener)
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
@@ -109,8 +115,9 @@ class Relay:
     def _serve(self, registered: socket.socket) -> None:
         """Listens for a rank until its socket ends."""
         with registered, contextlib.suppress(OSError):
-            number = _NUMBER.unpack(receive(registered, _NUMBER.size, Deadline(HANDSHAKE_TIMEOUT)))
-            with open_listener(*number) as listener:
+            packed = receive(registered, _NUMBER.size, Deadline(HANDSHAKE_TIMEOUT))
+            (number,) = _NUMBER.unpack(packed)
+            with open_listener(number, self._port) as listener:
                 _sockets.update((registered, listener))
                 while registered not in (ready := _ready(registered, listener)):
                     if ready and self._waiting.acquire(timeout=_AGAIN_SECONDS):
@@ -124,7 +131,7 @@ class Relay:
             try:
                 sock, hello = take_handed(listener)
                 stack.enter_context(sock)
-                waits = stack.enter_context(open_listener(second))
+                waits = stack.enter_context(open_listener(second, self._port))
                 _start(self._meet, waits, sock, hello)
             except (OSError, RuntimeError) as error:  # which no thread is left raises
                 refusals.note("the relay", str(error))
@@ -137,12 +144,20 @@ class Relay:
         with sock, contextlib.suppress(OSError):
             try:
                 with waits:
-                    waits.settimeout(HANDSHAKE_TIMEOUT)
-                    other, _ = take_handed(waits)
+                    other = _second(waits)
             finally:
                 self._waiting.release()
             with other:
                 pass_on(sock, other, hello)
+
+
+def _second(waits: socket.socket) -> socket.socket:
+    """What this user's process hands over within 5 s, whatever others do; raises OSError."""
+    limit = Deadline(HANDSHAKE_TIMEOUT)
+    while True:
+        waits.settimeout(limit.left)
+        with contextlib.suppress(HandshakeError):
+            return take_handed(waits)[0]
 
 
 def pass_on(sock: socket.socket, other: socket.socket, first: bytes) -> None:
@@ -202,6 +217,7 @@ class Registration:
 
     def __init__(self, job: Job, rank: int, dial: Dial, number: int) -> None:
         self._job, self._rank, self._dial, self._number = job, rank, dial, number
+        self._port = chosen_port()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
         self._thread = _start(self._run)
@@ -236,7 +252,7 @@ class Registration:
         limit = Deadline(HANDSHAKE_TIMEOUT)
         with contextlib.suppress(OSError), self._dial(limit) as sock:
             sock.sendall(Hello(self._job.name, Purpose.RELAY, listener=number).pack())
-            hand_to_listener(sock, receive(sock, HELLO_BYTES, limit))
+            hand_to_listener(sock, receive(sock, HELLO_BYTES, limit), self._port)
 
 
 def _ready(*sockets: socket.socket) -> list[socket.socket]:

@@ -1,9 +1,10 @@
 """One TCP port for all listeners of a host (GRADWIRE_PORT).
 
-Each listener has a number, and a Unix socket of that name. Who connects to the port begins with a
-hello, which has the number of the listener that it wants. The process that has the port reads the
-hello, and hands the socket over to that listener, which reads the rest: so the port proves nothing,
-and knows no secret. Who does not say hello in time is refused as by `Authenticator`.
+Each listener has a number, and a Unix socket whose name follows from it. Who connects to the port
+begins with a hello, which has the number of the listener that it wants. The process that has the
+port reads the hello, and hands the socket over to that listener, which reads the rest: so the port
+proves nothing, and knows no secret. Who does not say hello in time is refused as by
+`Authenticator`.
 
 The first process that needs the port has it until it ends. Each other one that needs it stays
 connected with that one, to see its end and to take the port then.
@@ -184,6 +185,7 @@ class _Dispatcher(Authenticator):
 
     def __init__(self, listener: socket.socket) -> None:
         super().__init__([listener], "", b"", lambda *_: None)
+        self._port = listener.getsockname()[1]
 
     def _handshake_with(self, _: socket.socket) -> Any:
         def hear() -> Generator[tuple[bytes, int], bytes, bytes]:
@@ -194,7 +196,7 @@ class _Dispatcher(Authenticator):
     def _admit(self, entry: Pending, proven: Any) -> list[Any]:
         self._forget(entry)
         with entry.sock, suppress(OSError):  # the client sees the end, and comes again
-            if not hand_to_listener(entry.sock, proven):
+            if not hand_to_listener(entry.sock, proven, self._port):
                 entry.sock.sendall(NOBODY)
                 entry.sock.recv(_REST_BYTES)  # unread bytes could end the socket before the answer
         return []

@@ -320,7 +320,7 @@ def _listen(addresses: Sequence[Address], number: int = 0) -> list[socket.socket
                 if none or error.errno != errno.EADDRNOTAVAIL:
                     raise
         if shared:
-            listeners.append(open_listener(number))
+            listeners.append(open_listener(number, chosen_port()))
     except OSError as error:
         for listener in listeners:
             listener.close()

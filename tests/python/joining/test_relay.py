@@ -27,6 +27,7 @@ import pytest
 from gradwire import Communicator, TransportError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import connect, endpoints, relay
+from gradwire._bootstrap.authenticator import hand_to_listener, open_listener
 from gradwire._bootstrap.handshake import HELLO_BYTES, WELCOME_BYTES, Hello, Purpose, receive
 from gradwire._bootstrap.mesh import AddressInfo, RelayPlace, choose_relay, unpack_address_info
 from hosts import LIMIT, PORT, Network, Rank
@@ -266,6 +267,28 @@ def test_a_name_of_which_one_address_drops_packets_takes_its_share_of_the_time(
     with pytest.raises(OSError, match=r"no answer in 6 s") as raised:
         endpoints.dial_by_name("relay.example", 80, 6.0)
     assert raised.value.errno == errno.ETIMEDOUT
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
+def test_another_users_process_takes_no_place_at_the_relay() -> None:
+    with open_listener(7, 0) as waits, contextlib.ExitStack() as stack:
+        name, pipe = waits.getsockname(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setresuid(65534, 65534, 65534)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.connect(name)
+                os.write(pipe[1], b"x")
+                os._exit(0)
+        assert os.read(pipe[0], 1) == b"x"
+        os.waitpid(child, 0)
+        for each in pipe:
+            os.close(each)
+        mine, sent = (stack.enter_context(each) for each in ends_of_a_connection())
+        assert hand_to_listener(sent, Hello("job", Purpose.RELAY, listener=7).pack(), 0)
+        sent.close()
+        with relay._second(waits) as found:
+            assert found.getpeername() == mine.getsockname()
 
 
 def ends_of_a_connection() -> tuple[socket.socket, socket.socket]:

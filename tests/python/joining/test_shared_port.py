@@ -21,7 +21,7 @@ from gradwire._bootstrap import shared_port
 from gradwire._bootstrap.authenticator import Authenticator, open_listener, refusals
 from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, dial
-from gradwire._bootstrap.store import Address
+from gradwire._bootstrap.store import Address, StoreClient
 from gradwire._bootstrap.store_server import StoreServer
 from gradwire._host.interfaces import Choice, Interface
 from hosts import PORT, Network, Rank
@@ -140,10 +140,10 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @contextlib.contextmanager
-def a_listener(number: int) -> Iterator[None]:
+def a_listener(port: int, number: int) -> Iterator[None]:
     """One that welcomes who proves that he knows the secret."""
     ends = threading.Event()
-    authenticator = Authenticator([open_listener(number)], "job", SECRET, lambda *_: None)
+    authenticator = Authenticator([open_listener(number, port)], "job", SECRET, lambda *_: None)
 
     def run() -> None:
         while not ends.is_set():
@@ -176,7 +176,7 @@ def share(port: int) -> None:
 def test_each_client_gets_to_the_listener_that_it_wants(port: int) -> None:
     one, other = secrets.randbits(64), secrets.randbits(64)
     share(port)
-    with a_listener(one), a_listener(other):
+    with a_listener(port, one), a_listener(port, other):
         assert [ask(port, number) for number in (one, other, one)] == [b"welcome"] * 3
         with pytest.raises(ConnectionRefusedError, match="nobody listens there any more"):
             ask(port, one ^ other)
@@ -184,9 +184,34 @@ def test_each_client_gets_to_the_listener_that_it_wants(port: int) -> None:
         ask(port, one)
 
 
+def test_jobs_of_one_name_at_two_ports_of_a_host_have_stores_of_their_own(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server((HERE, 0)) as free:
+        other = int(free.getsockname()[1])
+    secrets_of = {port: SECRET, other: SECRET[::-1]}
+    with contextlib.ExitStack() as stack:
+        for number, secret in secrets_of.items():
+            monkeypatch.setenv("GRADWIRE_PORT", str(number))
+            stack.enter_context(StoreServer(Address("tcp", HERE, number), "job", secret))
+        for number, secret in secrets_of.items():
+            where = Address("tcp", HERE, number)
+            client = StoreClient(where, "job", secret, Deadline(LIMIT))
+            stack.callback(client.close)
+            assert client.add("at this port") == 1
+
+
+def test_the_names_of_listeners_hide_their_numbers(port: int) -> None:
+    number = secrets.randbits(64)
+    with open_listener(number, port):
+        names = Path("/proc/net/unix").read_text()
+    assert "@gradwire-listener-" in names
+    assert f"{number:x}" not in names
+
+
 def test_strangers_who_say_nothing_keep_nobody_out(port: int) -> None:
     share(port)
-    with a_listener(7), contextlib.ExitStack() as stack:
+    with a_listener(port, 7), contextlib.ExitStack() as stack:
         for _ in range(100):
             stranger = stack.enter_context(dial(socket.AF_INET, (HERE, port), LIMIT))
             stranger.sendall(b"GW")
@@ -211,7 +236,7 @@ def another_process(port: int, user: int = 0) -> Iterator[None]:
 
 
 def test_another_process_takes_the_port_of_one_that_ends(port: int) -> None:
-    with another_process(port), a_listener(7):
+    with another_process(port), a_listener(port, 7):
         share(port)
         (mine,) = shared_port._ports.values()
         assert mine._dispatcher is None
@@ -219,7 +244,7 @@ def test_another_process_takes_the_port_of_one_that_ends(port: int) -> None:
     limit = Deadline(LIMIT)
     while mine._dispatcher is None and not limit.passed:
         threading.Event().wait(0.01)
-    with a_listener(7):
+    with a_listener(port, 7):
         assert ask(port, 7) == b"welcome"
 
 
@@ -284,7 +309,7 @@ def test_a_forked_child_keeps_no_port(port: int) -> None:
         os._exit(len(shared_port._ports))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    with a_listener(7):
+    with a_listener(port, 7):
         assert ask(port, 7) == b"welcome"
 
 
