@@ -65,7 +65,7 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETI
 _log = logging.getLogger("gradwire")
 
 _unreachable: set[str] = set()  # hosts to which only the relay led from here
-_relays: dict[Job, RelayPlace] = {}  # the last one of each job
+_relays: dict[int, RelayPlace] = {}  # the last one of each job, by its tag
 
 
 def connect_mesh(
@@ -177,14 +177,14 @@ class _Attempt:
         own = self._own
         if own.relays:
             return RelayPlace(own.host, own.advertised, own.address, own.port)
-        return _relays.get(self._mesh.job)
+        return _relays.get(self._mesh.job.tag)
 
     def _find_relay(self) -> relay.Dial | None:
         """What connects to the relay; None where there is none, or this host has it."""
         place = choose_relay(self._addresses)
         if place is None:
             return None
-        _relays[self._mesh.job] = place  # also for groups without that rank
+        _relays[self._mesh.job.tag] = place  # also for groups without that rank
         if place.host == self._own.host:
             return None
         info = replace(self._own, unix="", **place._asdict())

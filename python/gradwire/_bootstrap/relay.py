@@ -68,7 +68,8 @@ _LINGER_SECONDS = 2.0  # in which ranks may still say goodbye when the relay's p
 Dial = Callable[[Deadline], socket.socket]  # connects to a relay's port; raises OSError
 
 _log = logging.getLogger("gradwire")
-_relays: dict[int, Relay] = {}  # of this process, which relays until it ends
+_relays: dict[int, Relay] = {}  # of this process
+_lock = threading.Lock()  # for the above
 _passing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # that a forked child must not keep
 
@@ -80,11 +81,17 @@ def number_of_relay(job: Job) -> int:
 
 
 def serve(job: Job) -> None:
-    """Relays for ranks of the job from now on, unless another process of this host does."""
+    """Relays for ranks of the job from now on, unless another process of this host does.
+
+    It ends when this process needs the job no longer, and no bytes of other ranks pass.
+    """
     number, port = number_of_relay(job), chosen_port()
-    if number not in _relays:
+    with _lock:
         try:
-            _relays[number] = Relay(job, open_listener(number, port), port)
+            if number not in _relays:
+                _relays[number] = Relay(job, open_listener(number, port), port)
+            elif all(each() is not job for each in _relays[number].jobs):
+                _relays[number].jobs.append(weakref.ref(job))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 _log.warning("cannot relay for ranks that do not reach each other: %s", error)
@@ -94,7 +101,9 @@ class Relay:
     """Passes bytes on between ranks of a job, in threads of its own."""
 
     def __init__(self, job: Job, listener: socket.socket, port: int) -> None:
-        self._port = port
+        self._number, self._port = number_of_relay(job), port
+        self.jobs: list[weakref.ref[Job]] = [weakref.ref(job)]  # all equal, for which it relays
+        self._threads: set[threading.Thread] = set()
         self._authenticator = Authenticator([listener], job.name, job.secret, self._check)
         _sockets.add(listener)
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
@@ -105,12 +114,24 @@ class Relay:
             raise HandshakeError("this is a relay, and it wants something else")
 
     def _run(self) -> None:
-        while True:
+        while not self._has_ended():
             survive(self._turn, partial(refusals.note, "the relay"))
+
+    def _has_ended(self) -> bool:
+        for each in list(self._threads):
+            if not each.is_alive():
+                self._threads.discard(each)
+        with _lock:
+            self.jobs = [each for each in self.jobs if each() is not None]
+            if self.jobs or self._threads:
+                return False
+            _relays.pop(self._number, None)
+            self._authenticator.close()
+            return True
 
     def _turn(self) -> None:
         for _, sock in self._authenticator.poll(_TURN_SECONDS):
-            _start(self._serve, sock)
+            self._threads.add(_start(self._serve, sock))
 
     def _serve(self, registered: socket.socket) -> None:
         """Listens for a rank until its socket ends."""
@@ -132,7 +153,7 @@ class Relay:
                 sock, hello = take_handed(listener)
                 stack.enter_context(sock)
                 waits = stack.enter_context(open_listener(second, self._port))
-                _start(self._meet, waits, sock, hello)
+                self._threads.add(_start(self._meet, waits, sock, hello))
             except (OSError, RuntimeError) as error:  # which no thread is left raises
                 refusals.note("the relay", str(error))
                 return
@@ -271,6 +292,8 @@ def _start(target: Callable[..., None], *args: object) -> threading.Thread:
 
 
 def _release_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread may have had it
     for sock in list(_sockets):
         sock.close()
     _relays.clear()

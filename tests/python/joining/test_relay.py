@@ -29,7 +29,13 @@ from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import connect, endpoints, relay
 from gradwire._bootstrap.authenticator import hand_to_listener, open_listener
 from gradwire._bootstrap.handshake import HELLO_BYTES, WELCOME_BYTES, Hello, Purpose, receive
-from gradwire._bootstrap.mesh import AddressInfo, RelayPlace, choose_relay, unpack_address_info
+from gradwire._bootstrap.mesh import (
+    AddressInfo,
+    Job,
+    RelayPlace,
+    choose_relay,
+    unpack_address_info,
+)
 from hosts import LIMIT, PORT, Network, Rank
 from namespaces import Namespace
 from stopwatch import own_time
@@ -232,6 +238,24 @@ def test_a_process_behind_a_filter_joins_one_behind_another(network: Network) ->
     assert [(each.value, each.error) for each in ended] == [(6.0, None)] * 3
 
 
+def test_a_relay_ends_with_its_job_and_the_last_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_TURN_SECONDS", 0.01)
+    job, pair_ends = Job("job", b"0123456789abcdef", 7), threading.Event()
+    number = relay.number_of_relay(job)
+    relay.serve(job)
+    relay.serve(job)
+    mine = relay._relays[number]
+    assert not mine._has_ended()
+    mine._threads.add(relay._start(pair_ends.wait))
+    del job
+    assert not mine._has_ended()
+    pair_ends.set()
+    limit = Deadline(LIMIT)
+    while number in relay._relays and not limit.passed:
+        threading.Event().wait(0.01)
+    open_listener(number, 0).close()  # the name is free
+
+
 def test_all_ranks_choose_the_same_relay_of_those_that_some_know() -> None:
     rank = AddressInfo("h0", "", ("tcp",), "", "10.0.0.1", 1)
     former, another = (RelayPlace(host, "", "10.0.0.9", 80) for host in ("h8", "h9"))
@@ -360,12 +384,15 @@ def test_a_relayed_pair_fills_its_share_of_the_relays_link(network: Network) -> 
 
 
 def test_an_abort_gets_through_the_relay(network: Network) -> None:
-    def body(comm: Communicator, _: Any) -> str:
-        comm.barrier()
+    def abort(comm: Communicator) -> None:
+        comm.barrier()  # which rank 2 may leave first
         if comm.rank == 2:
             comm.abort("enough")
+        go_on_without_end(comm)
+
+    def body(comm: Communicator, _: Any) -> str:
         with pytest.raises(gradwire.Error) as raised:
-            go_on_without_end(comm)
+            abort(comm)
         return str(raised.value)
 
     found = network.values((0, 1, 2), body, store=STORE, environment=declared)
