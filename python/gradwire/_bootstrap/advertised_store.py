@@ -17,6 +17,7 @@ from functools import partial
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
+from gradwire._bootstrap.mesh import NOWHERE
 from gradwire._bootstrap.shared_port import advertised_host, advertised_port, chosen_port
 from gradwire._bootstrap.store import Address, StoreClient, parse_address
 from gradwire._bootstrap.store_server import StoreServer
@@ -91,7 +92,7 @@ def advertised_store(
 def _advertised(address: Address) -> Address:
     """The address at which other hosts reach rank 0's store."""
     host = advertised_host()
-    if address.local or not host or address.port != chosen_port():
+    if address.local or host in ("", NOWHERE) or address.port != chosen_port():
         return address
     return Address(address.scheme, host, advertised_port())
 

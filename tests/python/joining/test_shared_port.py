@@ -18,6 +18,7 @@ import pytest
 from gradwire import Communicator, RendezvousError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
+from gradwire._bootstrap.advertised_store import _advertised
 from gradwire._bootstrap.authenticator import Authenticator, open_listener, refusals
 from gradwire._bootstrap.endpoints import listen
 from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake, dial
@@ -335,6 +336,17 @@ def test_a_forked_child_takes_no_client_from_its_parent() -> None:
         client.close()
         authenticator.poll(1.0)
         assert authenticator.pending == 0
+
+
+@pytest.mark.parametrize(
+    ("advertised", "host"), [("", "10.0.0.1"), ("none", "10.0.0.1"), ("there", "there")]
+)
+def test_the_advertised_place_of_a_groups_store(
+    advertised: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADWIRE_PORT", "29400")
+    monkeypatch.setenv("GRADWIRE_ADVERTISE", advertised)
+    assert _advertised(Address("tcp", "10.0.0.1", 29400)) == Address("tcp", host, 29400)
 
 
 @pytest.mark.parametrize(
