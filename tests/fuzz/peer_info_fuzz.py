@@ -86,7 +86,9 @@ def test_one_input(data: bytes) -> None:
         assert encryption.unpack_side(side.pack()) == side
         encryption.agree(side, side)  # two ends that are alike never exclude each other
     with contextlib.suppress(handshake.HandshakeError):
-        hello = handshake.unpack_hello(data[:40].ljust(40, b"\0"), "job")
+        hello = handshake.unpack_hello(
+            data[: handshake.HELLO_BYTES].ljust(handshake.HELLO_BYTES, b"\0"), "job"
+        )
         assert handshake.unpack_hello(hello.pack(), "job") == hello
     with contextlib.suppress(ValueError):
         invitation = joining.unpack_invitation(data)

@@ -43,15 +43,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "_calls/on_cpu.py": _CALLS,
     "_bootstrap/connect.py": tuple(
         f"joining/test_{each}.py"
-        for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages")
+        for each in ("connecting", "rendezvous", "interfaces", "rdma", "shortages", "relay")
     ),
     "_bootstrap/acceptor.py": ("joining/test_connecting.py",),
-    "_bootstrap/endpoints.py": ("joining/test_connecting.py", "joining/test_interfaces.py"),
+    "_bootstrap/endpoints.py": tuple(
+        f"joining/test_{each}.py" for each in ("connecting", "interfaces", "relay")
+    ),
     "_bootstrap/relay.py": ("joining/test_relay.py",),
     "_bootstrap/shared_port.py": ("joining/test_shared_port.py",),
     "_bootstrap/store": ("joining/test_store.py",),
     "_bootstrap/authenticator.py": (
         "joining/test_handshake.py",
+        "joining/test_shared_port.py",
         "elastic/test_silent_joiners.py",
     ),
     "_bootstrap/join_listener.py": (
