@@ -32,7 +32,8 @@ SECRET = "0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire._bootstrap.authenticator.refusals", RefusalLog())
+    for module in ("_bootstrap.authenticator", "serve._channels"):
+        monkeypatch.setattr(f"gradwire.{module}.refusals", RefusalLog())
 
 
 def take_descriptors(but: int = 0) -> list[int]:
