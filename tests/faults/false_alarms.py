@@ -54,9 +54,10 @@ def turns(comm: Communicator, pipe: Any, seed: int, count: int) -> int:
 
 
 def stop_for(pid: int, seconds: float) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):  # it has come to its end before it was stopped
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
 
 
 def attend(rank: Any) -> int:
