@@ -240,7 +240,7 @@ def test_a_process_behind_a_filter_joins_one_behind_another(network: Network) ->
 
 def test_a_relay_ends_with_its_job_and_the_last_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "_TURN_SECONDS", 0.01)
-    job, pair_ends = Job("job", b"0123456789abcdef", 7), threading.Event()
+    job, pair_ends = Job("job", b"0123456789abcdef", os.getpid()), threading.Event()
     number = relay.number_of_relay(job)
     relay.serve(job)
     relay.serve(job)
@@ -253,7 +253,8 @@ def test_a_relay_ends_with_its_job_and_the_last_pair(monkeypatch: pytest.MonkeyP
     limit = Deadline(LIMIT)
     while number in relay._relays and not limit.passed:
         threading.Event().wait(0.01)
-    open_listener(number, 0).close()  # the name is free
+    with relay._lock:  # it has closed its listener, too
+        open_listener(number, 0).close()  # the name is free
 
 
 def test_all_ranks_choose_the_same_relay_of_those_that_some_know() -> None:
