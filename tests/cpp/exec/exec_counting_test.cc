@@ -60,7 +60,7 @@ TEST(Counting, AddsUpCallsByCollectiveAndCodec) {
 }
 
 TEST(Counting, ChargesAWaitToWhoCameLate) {
-  constexpr auto kLate = std::chrono::milliseconds(30);
+  constexpr auto kLate = std::chrono::milliseconds(250);  // later than busy processors make others
   Ranks ranks(3);
   const All all = observed(ranks);
   ranks.run([&](Communicator& comm) {
@@ -76,9 +76,9 @@ TEST(Counting, ChargesAWaitToWhoCameLate) {
   const auto waited = [&](int r, int peer) {
     return static_cast<double>(all[at(r)]->peers[at(peer)].late_nanoseconds.read()) / 1e9;
   };
-  // The others may have been late, too, where processors are busy.
-  EXPECT_GT(waited(0, 2), 0.0);
-  EXPECT_GT(waited(1, 2), 0.0);
+  EXPECT_GT(waited(0, 2), 0.02);
+  EXPECT_GT(waited(1, 2), 0.02);
+  EXPECT_GT(waited(0, 2), waited(0, 1));
 }
 
 TEST(Counting, CountsMessages) {
