@@ -178,9 +178,12 @@ class RendezvousExchange:
             self._all_gather("finished", b"", self.deadline)
             self.raise_if_peer_failed(0)  # another job may have come
             return
+        finished = f"{self._prefix}/finished/{self.launch.rank}"
         with contextlib.suppress(*_STORE_GONE):  # its host may have finished before
-            self._store.set(f"{self._prefix}/finished/{self.launch.rank}", b"")
-            self._store.set_last_will("", b"")
+            self._store.set_last_will(finished, b"")
+            # Then the host closes the store. A later request would make that a reset, which not
+            # every router between the two passes on.
+            self._store.set(finished, b"")
 
     def _all_gather(self, what: str, own: bytes, deadline: Deadline) -> list[bytes]:
         self._store.set(f"{self._prefix}/{what}/{self.launch.rank}", own)

@@ -36,6 +36,7 @@ from gradwire._bootstrap.mesh import (
     unpack_address_info,
 )
 from gradwire._bootstrap.rendezvous import rendezvous
+from gradwire._bootstrap.store import StoreClient
 from gradwire._errors import RendezvousError
 from gradwire._host.interfaces import Choice, Interface, interfaces
 from gradwire._host.transport_kinds import KINDS
@@ -209,6 +210,25 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
 def test_all_missing_ranks_are_named() -> None:
     (future,) = meet(launches(4)[:1], timeout=0.2)
     assert "ranks 1, 2, 3 of 4 did not appear" in str(future.exception())
+
+
+def test_a_rank_asks_nothing_of_the_store_once_it_has_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 may close the store from then on."""
+    asked: list[str] = []
+    honest = StoreClient._ask
+
+    def ask(client: StoreClient, operation: int, key: str, *rest: Any) -> bytes:
+        if client._rank == 1:
+            asked.append(key)
+        return honest(client, operation, key, *rest)
+
+    monkeypatch.setattr(StoreClient, "_ask", ask)
+    for future in meet(launches(2)):
+        future.result().close()
+    assert asked.index(asked[-1]) < len(asked) - 1  # it was the last will before
+    assert asked[-1].endswith("/finished/1")
 
 
 def failing_after_its_address_info(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
