@@ -13,7 +13,7 @@ from gradwire.serve._distributed_lbfgs import DistributedLBFGS
 from gradwire.serve._lead import Progress
 from gradwire.serve._reconnect import Dialling
 from gradwire.serve._roles import Replica, role
-from gradwire.serve._rules import SGD, Adagrad, Adam, Coordinated, Rule
+from gradwire.serve._rules import SGD, Adagrad, Adam, Coordinated, Rounds, Rule
 from gradwire.serve._server import Server
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Pending",
     "Progress",
     "Replica",
+    "Rounds",
     "Rule",
     "Server",
     "connect",

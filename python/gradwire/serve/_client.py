@@ -226,13 +226,17 @@ class ParameterServer:
         pending = PendingResults(self._core, call, given)
         return pending if arguments.flag(async_op, "async_op") else pending.wait()
 
-    def wait(self, version: int, *, timeout: float | None = None) -> None:
+    def wait(
+        self, version: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> Pending | None:
         """Waits until every shard has applied so many pushes: a warm start by one replica.
 
         With 0 waits for initial values. With the rule `Coordinated()` the version is the number of
-        asks that have changed the parameters.
+        asks that have changed the parameters, and with `Rounds` that of rounds. With `async_op`
+        returns a Pending.
         """
-        self._ask("wait", timeout, arguments.whole(version, "version", least=0, bits=64))
+        least = arguments.whole(version, "version", least=0, bits=64)
+        return self._result(self._core.ask("wait", least, self._limit(timeout)), async_op)
 
     def checkpoint(self, *, timeout: float | None = None) -> None:
         """Has every shard write a snapshot, of all pushes that were acknowledged before.

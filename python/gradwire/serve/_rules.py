@@ -80,6 +80,34 @@ class Adam(Rule):
 
 
 @dataclass(frozen=True)
+class Rounds(Rule):
+    """Rounds of pushes, each of which moves the parameters once: the rule of `elastic.DiLoCo`.
+
+    A push is what a replica's own steps took away from its values, and its `lr` is its weight. The
+    mean of a round's pushes, by weight, is the gradient of SGD with Nesterov momentum (Douillard et
+    al. 2023, DiLoCo). A version is a round.
+
+    A round ends when all replicas have pushed; or `grace` seconds after `quorum` of them have, or
+    all that there are. A push that comes later counts in the next round. A replica without which a
+    round ended is not waited for until it pushes again, nor is one that joined in the open round.
+    Of a server that is started again the open round's pushes are lost.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = True
+    quorum: int = 1
+    grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument as every rule, and for a quorum that is none."""
+        arguments.whole(self.quorum, "quorum", least=1)
+        super().__post_init__()
+
+    def _text(self, name: str) -> str:
+        return str(self.quorum) if name == "quorum" else super()._text(name)
+
+
+@dataclass(frozen=True)
 class Coordinated(Rule):
     """No rule: a push is kept, under the name that it is given, until a coordinator folds it.
 
@@ -103,4 +131,6 @@ _CORE_NAMES = {
     "eps": "epsilon",
     "beta1": "beta1",
     "beta2": "beta2",
+    "quorum": "quorum",
+    "grace": "grace",
 }

@@ -158,18 +158,23 @@ TEST(Rules, HaveTheDefaultsThatTheirHeaderNames) {
   EXPECT_EQ(make_rule("adam:rate=0.1").name,
             make_rule("adam:rate=0.1,beta1=0.9,beta2=0.999,epsilon=1e-8").name);
   EXPECT_EQ(make_rule("sgd").rate, 0.01F);
+  EXPECT_EQ(make_rule("rounds:rate=0.1").name,
+            make_rule("rounds:rate=0.1,momentum=0.9,nesterov=yes,quorum=1,grace=10").name);
+  EXPECT_EQ(make_rule("rounds:rate=0.1").rate, 1);  // the weight of a push
 }
 
 TEST(Rules, TakeWhatIsInTheirRanges) {
   for (const char* good :
        {"sgd:rate=0", "sgd:rate=1e30", "momentum:momentum=0", "momentum:momentum=1",
         "adagrad:epsilon=1e-30", "adagrad:epsilon=1e30", "adam:beta1=0,beta2=0",
-        "adam:beta1=0.999999,beta2=0.999999", "adam:epsilon=1e-30", "adam:epsilon=1e30"})
+        "adam:beta1=0.999999,beta2=0.999999", "adam:epsilon=1e-30", "adam:epsilon=1e30",
+        "rounds:quorum=1", "rounds:momentum=0,grace=0", "rounds:grace=1e9"})
     EXPECT_NO_THROW(make_rule(good)) << good;
   for (const char* wrong :
        {"sgd:rate=1.1e30", "momentum:momentum=1.1", "momentum:momentum=-0.1",
         "adagrad:epsilon=9e-31", "adagrad:epsilon=1.1e30", "adam:beta1=-0.1", "adam:beta2=-0.1",
-        "adam:beta2=1", "adam:epsilon=9e-31", "adam:epsilon=1.1e30"})
+        "adam:beta2=1", "adam:epsilon=9e-31", "adam:epsilon=1.1e30", "rounds:quorum=0",
+        "rounds:quorum=1.5", "rounds:grace=-1", "rounds:momentum=1.1"})
     EXPECT_THROW(make_rule(wrong), InvalidArgument) << wrong;
 }
 
@@ -189,7 +194,7 @@ TEST(Rules, SayWhatIsWrong) {
     ADD_FAILURE();
   } catch (const InvalidArgument& error) {
     EXPECT_STREQ(error.what(),
-                 "unknown rule 'sgb'; use one of: sgd, momentum, adagrad, adam, staged");
+                 "unknown rule 'sgb'; use one of: sgd, momentum, adagrad, adam, rounds, staged");
   }
 }
 

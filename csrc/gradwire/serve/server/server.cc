@@ -63,7 +63,7 @@ void Server::run() {
     } catch (const std::exception& error) {  // not of one client: memory, mostly
       say(error.what());
     }
-    poller_.wait(copies ? Deadline::at_once() : first_join_by_);
+    poller_.wait(copies ? Deadline::at_once() : std::min(first_join_by_, round_due()));
   }
 }
 
@@ -76,6 +76,8 @@ bool Server::end_run() {
   while (copy_block()) continue;
   return true;
 }
+
+Deadline Server::round_due() const { return shard_ ? shard_->round_due() : Deadline::never(); }
 
 bool Server::copy_block() { return shard_ && shard_->copy_block(); }
 
@@ -98,6 +100,7 @@ bool Server::pass() {
   moved = poller_.round() || moved;
   if (first_join_by_.passed()) end_late_joins();
   moved = remove_ended() || moved;
+  if (shard_) shard_->end_round_if_over();
   if (shard_ && shard_->version() != announced_version_) version_changed();
   return moved;
 }

@@ -137,6 +137,7 @@ class Server {
   template <typename Body>
   std::invoke_result_t<Body> on_thread(Body body, const WaitLimit& limit);
   bool copy_block();
+  Deadline round_due() const;
   void run();
   Shard& shard();
 

@@ -20,6 +20,7 @@ void Server::join(Peer& peer, const ServeMessage& message) {
     accept_table(peer, header);
     accept_role(peer, header);
     peer.joined = true;
+    if (peer.role == ClientRole::kReplica) shard_->join(peer.id);
     if (options_.shard == 0) say(peer.channel->peer() + ": joined");  // once for all shards
     reply(peer, header);
   } catch (const InvalidArgument& error) {

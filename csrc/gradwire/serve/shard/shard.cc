@@ -45,6 +45,7 @@ Shard::Shard(ParameterTable table, std::uint32_t shard, std::uint64_t memory)
   for (const RuleState& state : rule_.states)
     arrays_.push_back({std::string(state.name), make_words(layout_.elements(), state.initial)});
   update_.resize(arrays_.size(), std::vector<float>(kMostFrame));
+  if (rule_.rounds) rounds_.emplace(*rule_.rounds);
 }
 
 Shard::Shard(Snapshot snapshot, std::uint64_t memory)
@@ -70,6 +71,8 @@ Shard::Shard(Snapshot snapshot, std::uint64_t memory)
   version_ = first_version_ = snapshot.version;
   for (std::size_t i = 0; i < arrays_.size(); ++i)
     std::ranges::copy(snapshot.arrays[i].values, arrays_[i].values.begin());
+  for (Snapshot::StateArray& each : arrays_)  // weights of an open round are not in snapshots
+    if (rounds_ && each.name == kRoundSum) std::ranges::fill(each.values, 0.0F);
   steps_ = std::move(snapshot.steps);
 }
 
@@ -210,30 +213,42 @@ float Shard::rate_of(const OpenRequest& push) const noexcept {
   return push.rate / static_cast<float>(std::max<std::uint64_t>(staleness(push), 1));
 }
 
-// Computes the parameters and the rule's state after a frame of a push, into update_. Refuses the
-// push where these are not finite. Returns whether they are.
-bool Shard::update(OpenRequest& push, std::size_t index, const float* gradient) {
+bool Shard::compute(std::size_t index, const Change& change) {
   const ShardFrame& frame = layout_.frames()[index];
   for (std::size_t i = 0; i < arrays_.size(); ++i)
     std::copy_n(at(arrays_[i], frame.first), frame.count, update_[i].data());
   std::array<float*, 2> states{};
   for (std::size_t i = 1; i < arrays_.size(); ++i) states[i - 1] = update_[i].data();
-  rule_.apply(update_[0].data(), states, gradient, rate_of(push), steps_[index] + 1, frame.count);
-  for (const auto& each : update_) {
-    if (codec::kernels().finite(each.data(), frame.count)) continue;
+  change(update_[0].data(), states, frame.count);
+  return std::ranges::all_of(update_, [&](const auto& each) {
+    return codec::kernels().finite(each.data(), frame.count);
+  });
+}
+
+void Shard::put(std::size_t index) {
+  keep(index);
+  const ShardFrame& frame = layout_.frames()[index];
+  for (std::size_t i = 0; i < arrays_.size(); ++i)
+    std::copy_n(update_[i].data(), frame.count, at(arrays_[i], frame.first));
+}
+
+// Computes the parameters and the rule's state after a frame of a push. Refuses the push where
+// these are not finite. Returns whether they are.
+bool Shard::update(OpenRequest& push, std::size_t index, const float* gradient) {
+  const bool finite =
+      compute(index, [&](float* w, std::span<float* const> states, std::size_t n) {
+        rule_.apply(w, states, gradient, rate_of(push), steps_[index] + 1, n);
+      });
+  if (!finite)
     refuse_not_finite(push, "the parameters would hold NaN or Inf: its gradient is too large");
-    return false;
-  }
-  return true;
+  return finite;
 }
 
 // Applies the frame that update() has just computed.
 void Shard::apply(ClientId client, OpenRequest& push, std::size_t index, const float* gradient) {
-  keep(index);
   const ShardFrame& frame = layout_.frames()[index];
   if (log_) log_({client, push.sequence, index, rate_of(push), {gradient, frame.count}});
-  for (std::size_t i = 0; i < arrays_.size(); ++i)
-    std::copy_n(update_[i].data(), frame.count, at(arrays_[i], frame.first));
+  put(index);
   ++steps_[index];
   push.applied = true;
 }
@@ -260,7 +275,10 @@ Answer Shard::end_push(ClientId client, OpenRequest& push) {
   drop_staged(push);
   push.next = 0;
   if (std::exchange(push.applied, false)) {
-    ++version_;
+    if (rounds_)
+      rounds_->push(client, rate_of(push));
+    else
+      ++version_;
     ++statistics_.pushes;
     statistics_.count_staleness(stale);
   }
@@ -362,7 +380,32 @@ std::size_t Shard::encode_difference(std::uint16_t codec, const ShardFrame& fram
   return bytes;
 }
 
+void Shard::join(ClientId client) {
+  if (rounds_) rounds_->join(client);
+}
+
+void Shard::end_round_if_over() {
+  if (!rounds_ || !rounds_->over()) return;
+  const std::size_t frames = layout_.frames().size();
+  const Change end = [&](float* w, std::span<float* const> states, std::size_t n) {
+    rule_.end_round(w, states, rounds_->weight(), n);
+  };
+  bool finite = true;
+  for (std::size_t i = 0; finite && i < frames; ++i) finite = compute(i, end);
+  if (!finite) ++statistics_.not_finite;
+  const Change drop = [](float*, std::span<float* const> states, std::size_t n) {
+    std::fill_n(states[1], n, 0.0F);
+  };
+  for (std::size_t i = 0; i < frames; ++i) {
+    compute(i, finite ? end : drop);
+    put(i);
+  }
+  rounds_->next();
+  ++version_;
+}
+
 void Shard::leave(ClientId client) {
+  if (rounds_) rounds_->leave(client);
   const auto found = clients_.find(client);
   if (found == clients_.end()) return;
   abandon(found->second.push);

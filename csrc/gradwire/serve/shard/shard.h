@@ -14,6 +14,7 @@
 
 #include "gradwire/base/copy.h"
 #include "gradwire/serve/shard/memory.h"
+#include "gradwire/serve/shard/rounds.h"
 #include "gradwire/serve/shard/snapshot.h"
 #include "gradwire/serve/shard/statistics.h"
 #include "gradwire/serve/shard/update_rule.h"
@@ -98,8 +99,16 @@ class Shard {
   // Returns a copy of what a client has by pulls of differences; empty before the first.
   const std::vector<float>& shadow(ClientId client) { return clients_[client].shadow; }
 
+  // Makes a client one whose pushes rounds wait for, with the rule `rounds`.
+  void join(ClientId client);
   // Drops a client's incomplete requests and the copy of what it has.
   void leave(ClientId client);
+
+  // With the rule `rounds`: ends the open round if it is over. Nothing of it counts where the
+  // result would not be finite.
+  void end_round_if_over();
+  // Returns when the open round is over without another push.
+  Deadline round_due() const { return rounds_ ? rounds_->due() : Deadline::never(); }
 
   // A snapshot is made in steps. outline() returns it without values; the caller resizes each array
   // to layout().elements(); begin_snapshot() fixes the version; copy_block(), called repeatedly,
@@ -147,6 +156,12 @@ class Shard {
   bool make_room(OpenRequest& request);
   std::string why_no_room_for(std::size_t words);
   float rate_of(const OpenRequest& push) const noexcept;
+  // Computes what `change` makes of a frame's values and state, into update_. Returns whether that
+  // is finite.
+  using Change = std::function<void(float* w, std::span<float* const> states, std::size_t n)>;
+  bool compute(std::size_t frame, const Change& change);
+  // Puts into place what compute() has made.
+  void put(std::size_t frame);
   bool update(OpenRequest& push, std::size_t frame, const float* gradient);
   void apply(ClientId client, OpenRequest& push, std::size_t frame, const float* gradient);
   void apply_staged(ClientId client, OpenRequest& push);
@@ -168,6 +183,7 @@ class Shard {
   std::uint64_t first_version_ = 0;           // with which it began: of a snapshot
   std::vector<Snapshot::StateArray> arrays_;  // empty with vectors_
   std::unique_ptr<Vectors> vectors_;          // with ParameterTable::staged()
+  std::optional<Rounds> rounds_;              // with the rule `rounds`
   std::vector<std::uint64_t> steps_;
   std::map<ClientId, ClientState> clients_;
   std::vector<SnapshotCopy> copies_;        // under way

@@ -65,6 +65,27 @@ UpdateRule make_adam(codec::Parameters& parameters) {
   return {.rate = usual, .states = {{"mean", 0}, {"squares", 0}}, .apply = apply};
 }
 
+UpdateRule make_rounds(codec::Parameters& parameters) {
+  const auto rate = static_cast<float>(parameters.real("rate", 0.7, 0, 1e30));
+  const auto momentum = static_cast<float>(parameters.real("momentum", 0.9, 0, 1));
+  const bool nesterov = parameters.choice("nesterov", {"yes", "no"}) == "yes";
+  const auto quorum = static_cast<std::size_t>(parameters.whole("quorum", 1, 1, 1 << 20));
+  const double grace = parameters.real("grace", 10, 0, 1e9);
+  const auto update = nesterov ? rules().nesterov : rules().momentum;
+  return {.rate = 1,
+          .states = {{"velocity", 0}, {kRoundSum, 0}},
+          .apply = [](float*, States states, const float* g, float weight, std::uint64_t,
+                      std::size_t n) { rules().sgd(states[1], g, -weight, n); },
+          .rounds = RoundLimits{quorum, grace},
+          .end_round =
+              [=](float* w, States states, float weight, std::size_t n) {
+                const std::span<float> mean(states[1], n);
+                for (float& x : mean) x /= weight;
+                update(w, states[0], mean.data(), rate, momentum, n);
+                std::ranges::fill(mean, 0.0F);
+              }};
+}
+
 struct NamedRule {
   std::string_view name;
   UpdateRule (*make)(codec::Parameters&);
@@ -73,6 +94,7 @@ constexpr NamedRule kRules[] = {{"sgd", make_sgd},
                                 {"momentum", make_momentum},
                                 {"adagrad", make_adagrad},
                                 {"adam", make_adam},
+                                {"rounds", make_rounds},
                                 {kStaged, [](codec::Parameters&) { return UpdateRule{}; }}};
 
 }  // namespace

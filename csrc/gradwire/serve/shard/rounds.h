@@ -1,0 +1,48 @@
+// Rounds: which clients have pushed in the open round of a shard, and when it ends. A client that a
+// round ended without is not waited for again until it pushes: what stands still delays others once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+
+#include "gradwire/base/deadline.h"
+#include "gradwire/serve/shard/update_rule.h"
+
+namespace gradwire::serve {
+
+class Rounds {
+ public:
+  explicit Rounds(RoundLimits limits) : limits_(limits) {}
+
+  // A client is waited for from the next round on; in the first round at once.
+  void join(std::uint64_t client);
+  void leave(std::uint64_t client);
+  void push(std::uint64_t client, float weight);
+
+  // Returns the sum of the weights in the open round.
+  float weight() const noexcept { return static_cast<float>(weight_); }
+  // Returns whether the open round is over. A quorum is never more than the clients that there are.
+  bool over();
+  // Returns the time at which it is over without another push.
+  Deadline due() const noexcept { return due_; }
+  // Begins the next round.
+  void next();
+
+ private:
+  enum class Place : std::uint8_t { kNew, kExpected, kLate };
+  struct Member {
+    Place place = Place::kNew;
+    bool pushed = false;  // in this round
+  };
+  bool has_quorum() const;
+
+  RoundLimits limits_;
+  std::map<std::uint64_t, Member> members_;
+  bool first_ = true;
+  std::size_t pushed_ = 0;  // clients, also those that have left since
+  double weight_ = 0;
+  Deadline due_ = Deadline::never();  // while there is no quorum
+};
+
+}  // namespace gradwire::serve
