@@ -8,9 +8,12 @@ A training loop::
             s.backward(loss_of(model(x[batch]), y[batch]))
             if s.commit():
                 optimizer.step()
+
+`DiLoCo` is for slow networks: ranks average what many steps have made, and none waits for another.
 """
 
+from gradwire.torch.elastic.diloco import DiLoCo
 from gradwire.torch.elastic.sampling import Sampler
 from gradwire.torch.elastic.session import Session, session
 
-__all__ = ["Sampler", "Session", "session"]
+__all__ = ["DiLoCo", "Sampler", "Session", "session"]
