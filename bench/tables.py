@@ -33,6 +33,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
+from bench.local_sgd import coming_and_going_report, streaming_report
 from bench.network import long_link_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
@@ -317,6 +318,16 @@ def diloco(results: Path) -> list[str]:
     return diloco_report.summary(_loaded(newest(results, "diloco-*.json")))
 
 
+def streaming(results: Path) -> list[str]:
+    """Steps of Streaming DiLoCo at its predicted rate, over those without exchange."""
+    return streaming_report.table(_loaded(newest(results, "streaming-*.json")))
+
+
+def coming_and_going(results: Path) -> list[str]:
+    """Trainings with elastic.DiLoCo, undisturbed and disturbed, and the goals."""
+    return coming_and_going_report.summary(_loaded(newest(results, "coming-and-going-*.json")))
+
+
 def optimizers(results: Path) -> list[str]:
     """The loss above AdamW's with dense gradients, by optimizer and exchange, and ratios."""
     return list(optimizers_report.summary(_optimizer_runs(results)))
@@ -443,6 +454,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "shaped-backend-steps": shaped_backend_steps,
     "hybrid": hybrid,
     "diloco": diloco,
+    "streaming": streaming,
+    "coming-and-going": coming_and_going,
     "optimizers": optimizers,
     "optimizer-others": other_optimizers,
     "optimizer-links": optimizer_links,
