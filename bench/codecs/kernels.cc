@@ -2,7 +2,7 @@
 // `r += g` (the traffic of error feedback in place). Kernel and yardsticks alternate, so that a
 // share survives a machine that others load; medians of paired ratios. Built by hand, next to a
 // build tree; arguments pick the kernels whose names contain the first, and L2 or DRAM, and give
-// the block of int8 and onebit:
+// the block of int8 and onebit (int4 has blocks of 32):
 //   g++ -O3 -std=c++20 -Icsrc bench/codecs/kernels.cc -o kernels build/release/libgradwire_codec.a
 //   build/release/libgradwire_base.a
 #include <algorithm>
@@ -124,38 +124,49 @@ std::vector<Case> casts() {
   };
 }
 
-// `error` of the arrays is where e' goes: beside e, as in a collective, or in its place.
-Case int8_encode(const char* name, double bytes, std::vector<float> Arrays::* residual,
-                 std::vector<float> Arrays::* error, const RandomPosition* position = nullptr) {
-  return {name, bytes, [=](const Kernels& k, Arrays& a) {
-            k.int8.encode(a.x.data(), residual == nullptr ? nullptr : (a.*residual).data(),
-                          a.size(), block_size, position, a.payload.data(),
-                          error == nullptr ? nullptr : (a.*error).data());
-          }};
-}
+// int8 or int4. `part`: bytes of a payload, an element.
+template <auto kCodec>
+struct Integers {
+  const char* name;
+  double part;
+  std::size_t (*block)();
+
+  // `error` of the arrays is where e' goes: beside e, as in a collective, or in its place.
+  Case encode(const char* how, double bytes, std::vector<float> Arrays::* residual,
+              std::vector<float> Arrays::* error, const RandomPosition* position = nullptr) const {
+    return {std::string(name) + how, bytes + part, [=, *this](const Kernels& k, Arrays& a) {
+              (k.*kCodec).encode(a.x.data(), residual == nullptr ? nullptr : (a.*residual).data(),
+                                 a.size(), block(), position, a.payload.data(),
+                                 error == nullptr ? nullptr : (a.*error).data());
+            }};
+  }
+
+  std::vector<Case> all() const {
+    static const RandomPosition position{1, 2, 0};
+    const Case plain = encode(" encode", 4, nullptr, nullptr);
+    const auto in_place = &Arrays::residual;
+    return {plain,
+            encode(" encode, error in place", 12, in_place, in_place),
+            encode(" encode, error beside", 12, in_place, &Arrays::error),
+            encode(" stochastic, error in place", 12, in_place, in_place, &position),
+            {std::string(name) + " decode", 4 + part,
+             [*this](const Kernels& k, Arrays& a) {
+               (k.*kCodec).decode(a.payload.data(), a.size(), block(), a.y.data());
+             },
+             plain.run},
+            {std::string(name) + " decode_add", 8 + part,
+             [*this](const Kernels& k, Arrays& a) {
+               (k.*kCodec).decode_add(a.payload.data(), a.size(), block(), a.y.data());
+             },
+             plain.run}};
+  }
+};
 
 std::vector<Case> int8() {
-  static const RandomPosition position{1, 2, 0};
-  const auto fill = [](const Kernels& k, Arrays& a) {
-    k.int8.encode(a.x.data(), nullptr, a.size(), block_size, nullptr, a.payload.data(), nullptr);
-  };
-  return {
-      int8_encode("int8 encode", 5, nullptr, nullptr),
-      int8_encode("int8 encode, error in place", 13, &Arrays::residual, &Arrays::residual),
-      int8_encode("int8 encode, error beside", 13, &Arrays::residual, &Arrays::error),
-      int8_encode("int8 stochastic, error in place", 13, &Arrays::residual, &Arrays::residual,
-                  &position),
-      {"int8 decode", 5,
-       [](const Kernels& k, Arrays& a) {
-         k.int8.decode(a.payload.data(), a.size(), block_size, a.y.data());
-       },
-       fill},
-      {"int8 decode_add", 9,
-       [](const Kernels& k, Arrays& a) {
-         k.int8.decode_add(a.payload.data(), a.size(), block_size, a.y.data());
-       },
-       fill},
-  };
+  return Integers<&Kernels::int8>{"int8", 1, [] { return block_size; }}.all();
+}
+std::vector<Case> int4() {
+  return Integers<&Kernels::int4>{"int4", 0.5625, [] { return std::size_t{32}; }}.all();
 }
 
 // Payloads lie one after the other; all of a block's are added before the next block's.
@@ -213,7 +224,7 @@ std::vector<Case> onebit() {
 
 int main(int argc, char** argv) {
   std::vector<Case> cases;
-  for (const auto& list : {folds(), casts(), int8(), onebit()})
+  for (const auto& list : {folds(), casts(), int8(), int4(), onebit()})
     for (const Case& each : list)
       if (argc < 2 || each.name.find(argv[1]) != std::string::npos) cases.push_back(each);
   if (argc > 3) block_size = std::stoul(argv[3]);

@@ -32,6 +32,7 @@ __all__ = [
     "BF16",
     "FP16",
     "Codec",
+    "Int4",
     "Int8",
     "LowRank",
     "NativeCodec",
@@ -219,6 +220,20 @@ class Int8(NativeCodec):
     """
 
     _name = "int8"
+    block: int | None = None
+    rounding: str | None = None
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(NativeCodec):
+    """Four bits per element, and one bfloat16 scale per block: 4.5 bits in blocks of 32.
+
+    `block` is 32, 64 or 128 elements. `rounding` and `seed` are as for `Int8`: to "nearest"
+    of 16 levels, or "stochastic" to one of 15, which loses three times as much but is unbiased.
+    """
+
+    _name = "int4"
     block: int | None = None
     rounding: str | None = None
     seed: int | None = None

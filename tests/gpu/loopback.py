@@ -26,6 +26,7 @@ CODECS = (
     "bf16",
     "int8",
     "int8:rounding=stochastic,seed=5",
+    "int4",
     "onebit",
     "onebit:block=64",
     "threshold",

@@ -1,5 +1,5 @@
-// The inner loops of the codecs that work block by block: int8.cc, onebit.cc, threshold.cc and
-// topk.cc define what they compute.
+// The inner loops of the codecs that work block by block: int8.cc, int4.cc, onebit.cc, threshold.cc
+// and topk.cc define what they compute.
 #pragma once
 
 #include <array>
@@ -29,6 +29,35 @@ struct Int8Kernels {
   // other scale becomes NaN.
   bool (*decode)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
   bool (*decode_add)(const std::byte* in, std::size_t n, std::size_t block, float* y) noexcept;
+};
+
+struct Int4Kernels {
+  static constexpr std::size_t kUnit = 1024;  // elements; blocks have 32, 64 or 128 of them
+  static constexpr std::size_t kScaleBytes = 2;
+  static constexpr float kMostScale = 0x1.FEp127F;  // the largest bfloat16
+
+  // What each code stands for, in units of the scale.
+  using Levels = std::array<float, 16>;
+  static constexpr Levels kNearest = {0.0F,          0.0857864618F, 0.177124381F,  0.275255084F,
+                                      0.381965995F,  0.5F,          0.633974612F,  0.792893231F,
+                                      1.0F,          -0.792893231F, -0.633974612F, -0.5F,
+                                      -0.381965995F, -0.275255084F, -0.177124381F, -0.0857864618F};
+  static constexpr Levels kEqual = {
+      0 / 7.0F, 1 / 7.0F,  2 / 7.0F,  3 / 7.0F,  4 / 7.0F,  5 / 7.0F,  6 / 7.0F,  7 / 7.0F,
+      7 / 7.0F, -7 / 7.0F, -6 / 7.0F, -5 / 7.0F, -4 / 7.0F, -3 / 7.0F, -2 / 7.0F, -1 / 7.0F};
+
+  static constexpr std::size_t bytes(std::size_t n, std::size_t block) {
+    const std::size_t last = n % 32;
+    return (n + block - 1) / block * kScaleBytes + n / 32 * 16 + (last < 16 ? last : 16);
+  }
+
+  // As Int8Kernels. The levels are kEqual where a position was given, else kNearest.
+  void (*encode)(const float* x, const float* residual, std::size_t n, std::size_t block,
+                 const RandomPosition* position, std::byte* out, float* error) noexcept;
+  bool (*decode)(const std::byte* in, std::size_t n, std::size_t block, const Levels& levels,
+                 float* y) noexcept;
+  bool (*decode_add)(const std::byte* in, std::size_t n, std::size_t block, const Levels& levels,
+                     float* y) noexcept;
 };
 
 // One block of a one-bit payload, in the form in which it is added.

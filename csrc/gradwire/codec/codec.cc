@@ -8,8 +8,9 @@
 #include "gradwire/codec/spec.h"
 
 // A new codec joins this list; its file defines the factory make_NAME.
-#define GRADWIRE_CODECS(each) \
-  each(none) each(fp16) each(bf16) each(int8) each(onebit) each(threshold) each(topk) each(lowrank)
+#define GRADWIRE_CODECS(each)                                                                    \
+  each(none) each(fp16) each(bf16) each(int8) each(int4) each(onebit) each(threshold) each(topk) \
+      each(lowrank)
 
 namespace gradwire::codec {
 

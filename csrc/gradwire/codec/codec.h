@@ -75,6 +75,7 @@ struct Definition {
     kFp16,
     kBf16,
     kInt8,
+    kInt4,
     kOneBit,
     kThreshold,
     kTopK,
@@ -83,9 +84,9 @@ struct Definition {
   };
   Kind kind = Kind::kOther;
   float scale = 1;            // fp16
-  std::size_t block = 0;      // int8, onebit
-  bool stochastic = false;    // int8
-  std::uint64_t seed = 0;     // int8
+  std::size_t block = 0;      // int8, int4, onebit
+  bool stochastic = false;    // int8, int4
+  std::uint64_t seed = 0;     // int8, int4
   float tau = 0;              // threshold; 0: it follows the density
   double density = 0;         // threshold, topk
   Kind values = Kind::kNone;  // topk: float32, or fp16, or bf16

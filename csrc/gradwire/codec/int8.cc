@@ -52,10 +52,7 @@ class Int8 final : public Codec {
 
 std::shared_ptr<const Codec> make_int8(Parameters& parameters) {
   const std::size_t block = block_of(parameters, 65536);
-  const bool stochastic = parameters.choice("rounding", {"nearest", "stochastic"}) == "stochastic";
-  const std::uint64_t seed = parameters.whole("seed", 0, 0, std::uint64_t{1} << 53);
-  if (seed != 0 && !stochastic)
-    parameters.refuse("seed", std::to_string(seed), "of no use without rounding=stochastic");
+  const auto [stochastic, seed] = rounding_of(parameters);
   return std::make_shared<Int8>(parameters.canonical(), block, stochastic, seed);
 }
 

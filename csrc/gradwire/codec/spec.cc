@@ -114,6 +114,14 @@ std::size_t block_of(Parameters& parameters, std::size_t most) {
   return block;
 }
 
+RoundingChoice rounding_of(Parameters& parameters) {
+  const bool stochastic = parameters.choice("rounding", {"nearest", "stochastic"}) == "stochastic";
+  const std::uint64_t seed = parameters.whole("seed", 0, 0, std::uint64_t{1} << 53);
+  if (seed != 0 && !stochastic)
+    parameters.refuse("seed", std::to_string(seed), "of no use without rounding=stochastic");
+  return {stochastic, seed};
+}
+
 void Parameters::finish() const {
   if (given_.empty()) return;
   throw InvalidArgument(owner_ + ": unknown parameter " + quoted(given_.front().first) +

@@ -56,6 +56,13 @@ std::string shortest(double value);
 // default.
 std::size_t block_of(Parameters& parameters, std::size_t most);
 
+// The "rounding" and "seed" of a codec that rounds to integers.
+struct RoundingChoice {
+  bool stochastic;
+  std::uint64_t seed;
+};
+RoundingChoice rounding_of(Parameters& parameters);
+
 // Makes the codec that the parameters describe. Each codec's file defines such a function,
 // make_NAME.
 using CodecFactory = std::shared_ptr<const Codec>(Parameters&);

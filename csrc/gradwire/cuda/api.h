@@ -15,7 +15,7 @@
 //   span    consecutive elements of one array; a launch works on many of them
 //   tile    the elements of a span that a thread block, or a warp, takes at once
 //   share   the elements of a tile that one thread moves
-//   unit    the elements that a sparse codec encodes by themselves; a block is int8's or onebit's
+//   unit    the elements that a sparse codec or int4 encodes by themselves; int8 and onebit: block
 //   stripe  the elements of such a block that one warp holds
 //   lane    a thread of a warp, by its number there
 //   team    the threads that work on one block of a codec: a warp, or a thread block
@@ -33,7 +33,7 @@ struct CUevent_st;
 
 namespace gradwire::cuda {
 
-inline constexpr std::uint32_t kApiVersion = 8;
+inline constexpr std::uint32_t kApiVersion = 9;
 
 using Status = int;                                       // cudaError_t; 0 is success
 inline constexpr Status kNoDriver = 35, kNoDevice = 100;  // there is no GPU
@@ -140,8 +140,8 @@ struct WideSpan {
   std::uint64_t addend = 0;
 };
 
-// How int8 rounds, and what a span's random numbers depend on (codec/int8.cc). The number of the
-// call is `call`; with feedback, `call` ^ key_state->calls.
+// How int8 and int4 round, and what a span's random numbers depend on (codec/int8.cc). The number
+// of the call is `call`; with feedback, `call` ^ key_state->calls.
 struct Int8Rounding {
   bool stochastic;
   std::uint64_t seed;
@@ -277,6 +277,12 @@ struct Api {
                               const Encoding&, std::uint32_t* flags, Stream);
   Status (*int8_decode_spans)(std::uint64_t block, const GpuSpan* spans, int count, const Decoding&,
                               std::uint32_t* flags, Stream);
+
+  // ---- int4 (plugin/int4/int4.cu) ----
+  Status (*int4_encode_spans)(std::uint64_t block, Int8Rounding, const GpuSpan* spans, int count,
+                              const Encoding&, std::uint32_t* flags, Stream);
+  Status (*int4_decode_spans)(std::uint64_t block, bool stochastic, const GpuSpan* spans, int count,
+                              const Decoding&, std::uint32_t* flags, Stream);
 
   // ---- onebit (plugin/onebit/onebit.cu, onebit_sum.cu) ----
   Status (*onebit_encode_spans)(std::uint64_t block, const GpuSpan* spans, int count,

@@ -39,7 +39,9 @@ GpuCodec::GpuCodec(const Api& api, const codec::Codec& codec)
 
 std::size_t GpuCodec::payload_bytes(std::uint64_t n) const {
   if (slot_bytes_ > 0) return layout(n).bytes();
-  return aligned(of_.kind == Kind::kInt8 ? codec::Int8Kernels::bytes(n, of_.block) : 2 * n);
+  if (of_.kind == Kind::kInt8) return aligned(codec::Int8Kernels::bytes(n, of_.block));
+  if (of_.kind == Kind::kInt4) return aligned(codec::Int4Kernels::bytes(n, of_.block));
+  return aligned(2 * n);
 }
 
 std::size_t GpuCodec::scratch_bytes(std::span<const std::uint64_t> counts) const {
@@ -102,6 +104,9 @@ Status GpuCodec::start_encoding(std::span<const GpuSpan> spans, const Encoding& 
     case Kind::kInt8:
       return api_.int8_encode_spans(of_.block, {of_.stochastic, of_.seed, 0, 0}, first, all, how,
                                     flags, stream);
+    case Kind::kInt4:
+      return api_.int4_encode_spans(of_.block, {of_.stochastic, of_.seed, 0, 0}, first, all, how,
+                                    flags, stream);
     case Kind::kOneBit:
       return api_.onebit_encode_spans(of_.block, first, all, how, flags, stream);
     case Kind::kThreshold:
@@ -122,6 +127,8 @@ Status GpuCodec::start_decoding(std::span<const GpuSpan> spans, const Decoding& 
   switch (of_.kind) {
     case Kind::kInt8:
       return api_.int8_decode_spans(of_.block, first, all, how, flags, stream);
+    case Kind::kInt4:
+      return api_.int4_decode_spans(of_.block, of_.stochastic, first, all, how, flags, stream);
     case Kind::kOneBit:
       return api_.onebit_decode_spans(of_.block, first, all, how, flags, stream);
     case Kind::kThreshold:

@@ -278,6 +278,46 @@ TEST_F(Differential, EveryTableDecodesInt8LikeScalar) {
       }
 }
 
+TEST_F(Differential, EveryTableEncodesInt4LikeScalar) {
+  const RandomPosition position{.seed = 3, .call = 9, .element = 2048};
+  const Int4Kernels& reference = scalar().int4;
+  for (const Kernels* table : available_kernels())
+    for (const RandomPosition* drawn : {static_cast<const RandomPosition*>(nullptr), &position})
+      for (Data data : kAllData)
+        for (std::size_t n : lengths())
+          for (bool fed_back : {false, true}) {
+            const std::size_t block = n % 2 == 0 ? 32 : 64;
+            Array x = floats(n, data), residual = floats(n, Data::kNormal);
+            const float* e = fed_back ? residual.floats() : nullptr;
+            Array out = elements(DType::kUInt8, Int4Kernels::bytes(n, block), data), same = out;
+            Array error = floats(n, Data::kNormal), same_error = error;
+            reference.encode(x.floats(), e, n, block, drawn, out.data(), error.floats());
+            table->int4.encode(x.floats(), e, n, block, drawn, same.data(), same_error.floats());
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+            ASSERT_EQ(same_error, error) << table->name << " n=" << n;
+            table->int4.encode(x.floats(), e, n, block, drawn, same.data(), nullptr);
+            ASSERT_EQ(same, out) << table->name << " n=" << n;
+          }
+}
+
+// Scales of any bits: some are Inf or NaN.
+TEST_F(Differential, EveryTableDecodesInt4LikeScalar) {
+  const Int4Kernels& reference = scalar().int4;
+  for (const Kernels* table : available_kernels())
+    for (const auto* levels : {&Int4Kernels::kNearest, &Int4Kernels::kEqual})
+      for (Data data : kAllData)
+        for (std::size_t n : lengths()) {
+          const Array in = elements(DType::kUInt8, Int4Kernels::bytes(n, 32), data);
+          Array y = floats(n, data), same = y;
+          ASSERT_EQ(table->int4.decode_add(in.data(), n, 32, *levels, same.floats()),
+                    reference.decode_add(in.data(), n, 32, *levels, y.floats()));
+          ASSERT_EQ(same, y) << table->name << " n=" << n;
+          ASSERT_EQ(table->int4.decode(in.data(), n, 32, *levels, same.floats()),
+                    reference.decode(in.data(), n, 32, *levels, y.floats()));
+          ASSERT_EQ(same, y) << table->name << " n=" << n;
+        }
+}
+
 TEST_F(Differential, EveryTableEncodesOneBitLikeScalar) {
   const OneBitKernels& reference = scalar().one_bit;
   for (const Kernels* table : available_kernels())
@@ -505,6 +545,8 @@ std::vector<Function> functions_of(const Kernels& table) {
           as_function(table.bf16.decode_add),
           as_function(table.int8.encode),
           as_function(table.int8.decode_add),
+          as_function(table.int4.encode),
+          as_function(table.int4.decode_add),
           as_function(table.one_bit.encode),
           as_function(table.one_bit.sum),
           as_function(table.one_bit.expand),

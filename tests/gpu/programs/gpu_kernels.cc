@@ -18,6 +18,7 @@ bool has(const Api& api, std::string_view spec) {
   if (spec.starts_with("onebit")) return api.onebit_encode_spans != nullptr;
   if (spec.starts_with("threshold")) return api.threshold_encode_spans != nullptr;
   if (spec.starts_with("topk")) return api.topk_encode_spans != nullptr;
+  if (spec.starts_with("int4")) return api.int4_encode_spans != nullptr;
   if (spec.starts_with("int8")) return api.int8_encode_spans != nullptr;
   return api.cast_encode_spans != nullptr;
 }

@@ -263,6 +263,8 @@ std::vector<std::string_view> codec_specs(bool small) {
                                          "bf16",
                                          "int8",
                                          "int8:block=96,rounding=stochastic,seed=5",
+                                         "int4",
+                                         "int4:block=64,rounding=stochastic,seed=5",
                                          "onebit",
                                          "onebit:block=64",
                                          "onebit:block=2048",

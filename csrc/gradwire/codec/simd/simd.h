@@ -86,6 +86,7 @@ struct Kernels {
   void (*bf16_at_random)(const float* x, const RandomPosition& position, std::byte* out,
                          std::size_t n) noexcept;
   Int8Kernels int8;
+  Int4Kernels int4;
   OneBitKernels one_bit;
   SparseKernels sparse;
   LowRankKernels lowrank;

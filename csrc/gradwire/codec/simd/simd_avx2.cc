@@ -32,6 +32,22 @@ F32 unpack(const std::byte* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
 }
 
+void pack_half(const HalfGroup& lanes, std::byte* to) {
+  const auto byte_of = [&](std::size_t k) { return bits<__m256i>(lanes.part[k] & 0xFFU); };
+  const __m256i words = _mm256_packus_epi32(byte_of(0), byte_of(1));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
+  put(to, _mm256_castsi256_si128(bytes));
+}
+U32 unpack_bytes(const std::byte* from) {
+  return bits<U32>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+F32 pick(const SixteenValues& values, U32 lanes) {
+  const auto number = bits<__m256i>(lanes);
+  return by_sign(bits<F32>(lanes << 28), _mm256_permutevar8x32_ps(values.part[0], number),
+                 _mm256_permutevar8x32_ps(values.part[1], number));
+}
+
 std::uint32_t sign_bits(F32 v) { return static_cast<std::uint32_t>(_mm256_movemask_ps(v)); }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return _mm256_blendv_ps(if_clear, if_set, v); }
 F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {

@@ -33,6 +33,16 @@ F32 unpack(const std::byte* from) {
   return _mm512_maskz_cvtepi32_ps(kEvery, sixteen);
 }
 
+void pack_half(const HalfGroup& lanes, std::byte* to) {
+  put(to, _mm512_maskz_cvtepi32_epi8(kEvery, bits<__m512i>(lanes.part[0])));
+}
+U32 unpack_bytes(const std::byte* from) {
+  return bits<U32>(_mm512_maskz_cvtepu8_epi32(kEvery, get<__m128i>(from)));
+}
+F32 pick(const SixteenValues& values, U32 lanes) {
+  return _mm512_maskz_permutexvar_ps(kEvery, bits<__m512i>(lanes), values.part[0]);
+}
+
 std::uint32_t sign_bits(F32 v) { return _mm512_movepi32_mask(bits<__m512i>(v)); }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) {
   return _mm512_mask_mov_ps(if_clear, _mm512_movepi32_mask(bits<__m512i>(v)), if_set);

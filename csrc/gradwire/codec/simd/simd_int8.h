@@ -3,7 +3,7 @@
 
 #include "gradwire/codec/blocks.h"
 #include "gradwire/codec/simd/simd_group.h"
-#include "gradwire/codec/simd/simd_random.h"
+#include "gradwire/codec/simd/simd_rounding.h"
 
 namespace gradwire::codec {
 namespace {
@@ -29,38 +29,6 @@ struct DecodedCodes {
     each_part([&](std::size_t k) { v[k] = unpack(p + k * kLanes); });
     return v;
   }
-};
-
-// Added to a value of at most 2^22, this leaves the nearest integer, ties to even, in the last
-// bits.
-constexpr float kRounder = 0x1.8p23F;
-
-// A rounding returns kRounder + q for t, the scaled elements from `i` on.
-struct ToNearest {
-  explicit ToNearest(const RandomPosition*) {}
-  void start_block(std::size_t) {}
-  F32 operator()(F32 t, std::size_t) const { return t + kRounder; }
-};
-
-class AtRandom {
- public:
-  explicit AtRandom(const RandomPosition* position)
-      : random_(*position), first_(position->element) {}
-  void start_block(std::size_t begin) { random_.start_block(first_ + begin); }
-
-  F32 operator()(F32 t, std::size_t i) const {
-    t = t > 127.0F ? (F32{} + 127.0F) : (t < -127.0F ? (F32{} - 127.0F) : t);
-    const F32 nearest = (t + kRounder) - kRounder;
-    const F32 floor = nearest > t ? nearest - 1.0F : nearest;
-    return (uniform(i) < t - floor ? floor + 1.0F : floor) + kRounder;
-  }
-
- private:
-  // Returns random numbers of 23 bits in [0, 1).
-  F32 uniform(std::size_t i) const { return bits<F32>((random_(i) >> 9) | 0x3F800000U) - 1.0F; }
-
-  RandomBits random_;
-  std::uint64_t first_;
 };
 
 struct Int8Scale {
@@ -193,7 +161,7 @@ void encode_int8(const float* x, const float* residual, std::size_t n, std::size
   if (position == nullptr)
     encode_int8_by<ToNearest>(x, residual, n, block, position, out, error);
   else
-    encode_int8_by<AtRandom>(x, residual, n, block, position, out, error);
+    encode_int8_by<AtRandom<127>>(x, residual, n, block, position, out, error);
 }
 
 // y := codes · scale, or y += codes · scale. Returns whether there may be a NaN of any kind among
@@ -217,10 +185,6 @@ bool decode_codes(const std::byte* codes, float scale, std::size_t n, float* y) 
   Parts<I32> magnitudes;
   each_part([&](std::size_t k) { magnitudes[k] = magnitude_of(sums[k]); });
   return largest_of(magnitudes) > kInfinity;
-}
-
-void fill_nan(float* y, std::size_t n) {
-  sweep<kLanes>(n, [=](std::size_t i, auto part) { store<Floats>(y, i, part, nan<float>()); });
 }
 
 template <bool kAdd>

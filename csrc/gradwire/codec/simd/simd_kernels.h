@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gradwire/codec/simd/simd_cast.h"
+#include "gradwire/codec/simd/simd_int4.h"
 #include "gradwire/codec/simd/simd_int8.h"
 #include "gradwire/codec/simd/simd_lowrank.h"
 #include "gradwire/codec/simd/simd_onebit.h"
@@ -38,6 +39,7 @@ constexpr Kernels table(const char* name) {
           kCastOf<Bf16>,
           bf16_at_random,
           kInt8,
+          int4::kKernels,
           kOneBit,
           sparse::kKernels,
           lowrank::kKernels,

@@ -50,6 +50,12 @@ void pack(const Parts<U32>& lanes, std::byte* to) {
 }
 F32 unpack(const std::byte* from) { return static_cast<std::int8_t>(*from); }
 
+void pack_half(const HalfGroup& lanes, std::byte* to) {
+  for (std::size_t i = 0; i < kGroup / 2; ++i) to[i] = static_cast<std::byte>(lanes.part[i]);
+}
+U32 unpack_bytes(const std::byte* from) { return static_cast<std::uint8_t>(*from); }
+F32 pick(const SixteenValues& values, U32 lanes) { return values.part[lanes & 0xFU]; }
+
 std::uint32_t sign_bits(F32 v) { return bits<std::uint32_t>(v) >> 31; }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return sign_bits(v) != 0 ? if_set : if_clear; }
 F32 by_bits(std::uint32_t word, std::size_t k, F32 if_clear, F32 if_set) {

@@ -98,6 +98,10 @@ void make_canonical(float* y, std::size_t n) {
   });
 }
 
+void fill_nan(float* y, std::size_t n) {
+  sweep<kLanes>(n, [=](std::size_t i, auto part) { store<Floats>(y, i, part, nan<float>()); });
+}
+
 struct Sum {
   template <typename T>
   static Lanes<T> apply(Lanes<T> a, Lanes<T> b) {

@@ -10,6 +10,7 @@ void fill_fold(Api& api);
 void fill_elements(Api& api);
 void fill_cast(Api& api);
 void fill_int8(Api& api);
+void fill_int4(Api& api);
 void fill_onebit(Api& api);
 void fill_onebit_sum(Api& api);
 void fill_lowrank(Api& api);

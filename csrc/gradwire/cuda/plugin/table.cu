@@ -13,6 +13,7 @@ Api make_table() {
   fill_elements(api);
   fill_cast(api);
   fill_int8(api);
+  fill_int4(api);
   fill_onebit(api);
   fill_onebit_sum(api);
   fill_lowrank(api);

@@ -46,7 +46,7 @@ __device__ void encode_block(const Int8Stage<Encoding>& of, const GpuSpan& span,
       received,
       Team{},
       {Team::lane()}};
-  here.encode({rounding.stochastic, splitmix64(key ^ (span.element + first))});
+  here.encode({rounding.stochastic, 127, splitmix64(key ^ (span.element + first))});
 }
 
 template <bool kFeedsBack, bool kAlone>

@@ -3,24 +3,19 @@
 #pragma once
 
 #include "gradwire/codec/blocks.h"
-#include "gradwire/codec/splitmix64.h"
 #include "gradwire/cuda/plugin/floats.cuh"
+#include "gradwire/cuda/plugin/rounding.cuh"
 #include "gradwire/cuda/plugin/share.cuh"
 #include "gradwire/cuda/plugin/team.cuh"
 
 namespace gradwire::cuda::int8 {
 
 using codec::Int8Kernels;
-using codec::splitmix64;
 
 inline constexpr unsigned kCount = 32;               // elements of a thread
 inline constexpr unsigned kStripe = kWarp * kCount;  // elements of a block that a warp handles
 
 constexpr std::uint64_t payload_bytes(std::uint64_t block) { return sizeof(float) + block; }
-
-// The sum of this and a number of at most 2^22 has the nearest integer, ties to even, in its last
-// bits.
-inline constexpr float kRounder = 0x1.8p23F;
 
 struct Scale {
   float scale, inverse;
@@ -31,39 +26,6 @@ struct Scale {
     return {scale < Int8Kernels::kMostScale ? scale : Int8Kernels::kMostScale, 127.0F / most};
   }
 };
-
-// Returns kRounder + q for element i of a block, whose scaled value is t.
-class Rounding {
- public:
-  __device__ Rounding(bool stochastic, std::uint64_t key) : stochastic_(stochastic), key_(key) {}
-
-  __device__ float operator()(float t, std::uint32_t i) const {
-    if (!stochastic_) return t + kRounder;
-    t = t > 127.0F ? 127.0F : (t < -127.0F ? -127.0F : t);
-    const float nearest = (t + kRounder) - kRounder;
-    const float floor = nearest > t ? nearest - 1.0F : nearest;
-    return (uniform(i) < t - floor ? floor + 1.0F : floor) + kRounder;
-  }
-
- private:
-  // Returns element i's random number, in [0, 1) and of 23 bits.
-  __device__ float uniform(std::uint32_t i) const {
-    std::uint32_t h = i * 0x9E3779B9U + static_cast<std::uint32_t>(key_);
-    h = (h ^ (h >> 16)) * 0x7FEB352DU;
-    h = ((h ^ (h >> 15)) + static_cast<std::uint32_t>(key_ >> 32)) * 0x846CA68BU;
-    h = h ^ (h >> 16);
-    return __uint_as_float((h >> 9) | 0x3F800000U) - 1.0F;
-  }
-
-  bool stochastic_;
-  std::uint64_t key_;
-};
-
-// Returns the part of the random numbers' key that all blocks of a span share.
-__device__ inline std::uint64_t run_key(std::uint64_t seed, std::uint64_t call,
-                                        std::uint64_t calls) {
-  return splitmix64(splitmix64(seed) ^ call ^ calls);
-}
 
 // Returns the scale of a block's payload; sets a flag where it is none.
 __device__ inline float scale_at(const std::byte* payload, std::uint32_t* flags, bool tells) {
