@@ -1,0 +1,209 @@
+"""How much of what a codec costs a training is noise: its losses beside those of dense controls.
+
+    python -m bench.training.trials.codec_noise --task vit --seeds 1 2 3 4 5 6
+    python -m bench.training.trials.codec_noise --exchanges none int8 "noise=0.01"
+
+A training of `optimizers.py` by AdamW, with all 4 ranks in one process, once for each seed and way
+to average. Codecs work as in the algorithm "direct": each rank's gradients are encoded once, and
+their average once more. "reversed" is dense, and sums the ranks in the other order; "noise=X" is
+dense, and adds normal noise whose squared norm is the share X of the averaged gradient's, block by
+block of 32. Every training is a line in the file of `--runs`, and is not made twice. Prints the
+means over seeds of the final loss on unseen data above that of none, seed by seed, with their
+standard deviations and standard errors. Bits depend on the processor, not on what else it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gradwire
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from bench.common.report import ROOT, spread, table
+from bench.training import images
+from bench.training.trials.tasks import TASKS, Batch, Task
+from bench.training.trials.trial import Trial
+
+RANKS = 4
+_BLOCK = 32  # of noise
+_SETTINGS = {"lm": (0.004, 32), "vit": (0.001, 128), "cnn": (0.008, 128)}  # as in optimizers.py
+
+Average = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def main() -> int:
+    options = parse_options()
+    torch.set_num_threads(1)
+    options.runs.parent.mkdir(parents=True, exist_ok=True)
+    done = read(options.runs)
+    for seed in options.seeds:
+        for exchange in options.exchanges:
+            key = options.task, options.steps, seed, exchange
+            if key not in done:
+                done[key] = train(trial_of(options, seed), averaging(exchange, seed))
+                _append(options.runs, key, done[key])
+    print("\n".join(rows(options, done)))
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=_SETTINGS, default="vit")
+    parser.add_argument("--exchanges", nargs="+", default=["none", "reversed", "int8"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/codec-noise-runs.jsonl")
+    return parser.parse_args()
+
+
+def trial_of(options: argparse.Namespace, seed: int) -> Trial:
+    """What is trained."""
+    rate, batch = _SETTINGS[options.task]
+    return Trial(options.task, "adamw", "", rate, batch, options.steps, seed, clip=1.0)
+
+
+def train(trial: Trial, average: Average) -> float:
+    """The final loss on unseen data."""
+    torch.manual_seed(trial.seed)
+    task = _task(trial.task)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=trial.rate)
+    for step, some in enumerate(_batches(trial, task)):
+        _use(model, average([_gradient(model, each) for each in some]))
+        if trial.clip is not None:
+            clip_grad_norm_(model.parameters(), trial.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = trial.rate * trial.rate_factor(step)
+        optimizer.step()
+    return _loss(model, task)
+
+
+@functools.cache
+def _task(name: str) -> Task:
+    return TASKS[name](None)
+
+
+def _batches(trial: Trial, task: Task) -> Iterator[list[Batch]]:
+    """Of all ranks, by step."""
+    orders = [
+        images.batches(task.count, trial.batch // RANKS, rank, RANKS, trial.seed, trial.steps)
+        for rank in range(RANKS)
+    ]
+    for chosen in zip(*orders, strict=True):
+        yield [task.examples(each) for each in chosen]
+
+
+def _gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, labels = batch
+    model.zero_grad()
+    cross_entropy(model(inputs), labels.flatten()).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def _use(model: nn.Module, gradient: torch.Tensor) -> None:
+    start = 0
+    for each in model.parameters():
+        each.grad = gradient[start : start + each.numel()].view_as(each)
+        start += each.numel()
+
+
+def averaging(exchange: str, seed: int) -> Average:
+    """How the ranks' gradients become one; raises InvalidArgument for an unknown codec."""
+    name, _, share = exchange.partition("=")
+    if exchange in ("none", "reversed"):
+        return functools.partial(_mean, order=-1 if exchange == "reversed" else 1)
+    if name == "noise":
+        generator = torch.Generator().manual_seed(seed)
+        return lambda every: _noisy(_mean(every), float(share), generator)
+    codec = gradwire.codec.get(exchange)
+    return functools.partial(
+        _direct, lambda values: torch.from_numpy(codec.decode(codec.encode(values), values.shape))
+    )
+
+
+def _mean(every: list[torch.Tensor], order: int = 1) -> torch.Tensor:
+    return functools.reduce(torch.add, every[::order]) / len(every)
+
+
+def _noisy(values: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    blocks = nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
+    noise = torch.randn(blocks.shape, generator=generator)
+    size = blocks.square().mean(1, keepdim=True).sqrt() * math.sqrt(share)
+    return values + (noise * size).view(-1)[: len(values)]
+
+
+def _direct(
+    coded: Callable[[torch.Tensor], torch.Tensor], every: list[torch.Tensor]
+) -> torch.Tensor:
+    """Each rank owns a part: it adds its own gradient to what it decodes of the others'."""
+    parts = [each.chunk(RANKS) for each in every]
+    found = []
+    for owner in range(RANKS):
+        came = [parts[rank][owner] for rank in range(RANKS)]
+        whole = [each if rank == owner else coded(each) for rank, each in enumerate(came)]
+        found.append(coded(_mean(whole)))
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def _loss(model: nn.Module, task: Task) -> float:
+    total = 0.0
+    inputs, labels = task.unseen
+    for some, wanted in zip(inputs.split(500), labels.split(500), strict=True):
+        total += float(cross_entropy(model(some), wanted.flatten(), reduction="sum"))
+    return total / labels.numel()
+
+
+Key = tuple[str, int, int, str]  # task, steps, seed, exchange
+
+
+def read(path: Path) -> dict[Key, float]:
+    """Losses of a file, none if there is no file."""
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {(each[0], each[1], each[2], each[3]): each[4] for each in lines}
+
+
+def _append(path: Path, key: Key, loss: float) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps([*key, loss]) + "\n")
+
+
+def rows(options: argparse.Namespace, losses: dict[Key, float]) -> list[str]:
+    """A row for each way, beside none."""
+
+    def of(seed: int, exchange: str) -> float | None:
+        return losses.get((options.task, options.steps, seed, exchange))
+
+    def row(exchange: str) -> list[str]:
+        both = [(of(seed, exchange), of(seed, "none")) for seed in options.seeds]
+        above = [100 * (a / b - 1) for a, b in both if a is not None and b is not None]
+        error = statistics.stdev(above) / math.sqrt(len(above)) if len(above) > 1 else math.nan
+        known = [a for a, _ in both if a is not None]
+        return [
+            exchange,
+            str(len(known)),
+            spread(known, 4),
+            spread(above, 2, sign=True),
+            f"{error:.2f}",
+        ]
+
+    head = "| exchange | seeds | loss | above none, % | standard error |"
+    return table(head.strip("| "), [row(each) for each in options.exchanges])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The study of what of a codec's cost is noise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.training.trials import codec_noise
+
+
+def gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(10_000, generator=generator) for _ in range(codec_noise.RANKS)]
+
+
+def error(exchange: str) -> float:
+    """The share of the averaged gradient's squared norm that its error has."""
+    every = gradients()
+    mean = sum(every[1:], every[0]) / len(every)
+    found = codec_noise.averaging(exchange, 1)(every)
+    return float((found - mean).norm() / mean.norm()) ** 2
+
+
+def test_ways_to_average_err_by_what_they_say():
+    assert error("none") == 0
+    assert 0 < error("reversed") < 1e-12
+    assert error("noise=0.01") == pytest.approx(0.01, rel=0.1)
+    assert 1e-6 < error("int8") < 1e-3
+
+
+def test_losses_are_kept_and_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    runs = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(codec_noise, "train", lambda trial, _: 2.0 + 0.1 * trial.seed)
+    given = ["--exchanges", "none", "reversed", "--seeds", "1", "2", "--runs", str(runs)]
+    monkeypatch.setattr(sys, "argv", ["codec_noise.py", *given])
+    codec_noise.main()
+    assert len(codec_noise.read(runs)) == 4
+    assert "| reversed | 2 | 2.1500 ± 0.0707 | +0.00 ± 0.00 | 0.00 |" in capsys.readouterr().out
+
+
+def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(codec_noise, "_SETTINGS", {"lm": (0.004, 8)})
+    given = ["--task", "lm", "--steps", "2", "--seeds", "1", "--exchanges", "none"]
+    runs = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(sys, "argv", ["codec_noise.py", *given, "--runs", str(runs)])
+    codec_noise.main()
+    (loss,) = codec_noise.read(runs).values()
+    assert 2 < loss < 5
