@@ -88,8 +88,10 @@ class Rounds(Rule):
     al. 2023, DiLoCo). A version is a round.
 
     A round ends when all replicas have pushed; or `grace` seconds after `quorum` of them have, or
-    all that there are. A push that comes later counts in the next round. A replica without which a
-    round ended is not waited for until it pushes again, nor is one that joined in the open round.
+    all that there are. A push from values of an earlier round is late: it counts in the open one,
+    and neither for its quorum nor as what is waited for, unless it is the replica's second in it. A
+    replica without which a round ended is not waited for until it pushes again, nor is one that
+    joined in the open round.
     Of a server that is started again the open round's pushes are lost.
     """
 

@@ -10,11 +10,11 @@ constexpr double kLong = 1000;  // seconds: longer than any test
 TEST(Rounds, EndWhenAllHavePushed) {
   Rounds rounds({.quorum = 1, .grace = kLong});
   for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 10);
-  rounds.push(2, 20);
-  rounds.push(2, 5);
+  rounds.push(1, 10, /*late=*/false);
+  rounds.push(2, 20, /*late=*/false);
+  rounds.push(2, 5, /*late=*/false);
   EXPECT_FALSE(rounds.over());
-  rounds.push(3, 30);
+  rounds.push(3, 30, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   EXPECT_EQ(rounds.weight(), 65);
   rounds.next();
@@ -25,10 +25,10 @@ TEST(Rounds, EndWhenAllHavePushed) {
 TEST(Rounds, EndWithoutTheLateAfterTheGraceTimeOfAQuorum) {
   Rounds rounds({.quorum = 2, .grace = 0});
   for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 1);
+  rounds.push(1, 1, /*late=*/false);
   EXPECT_FALSE(rounds.over());
   EXPECT_TRUE(rounds.due().is_never());
-  rounds.push(2, 1);
+  rounds.push(2, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   EXPECT_FALSE(rounds.due().is_never());
   rounds.next();
@@ -38,45 +38,45 @@ TEST(Rounds, EndWithoutTheLateAfterTheGraceTimeOfAQuorum) {
 TEST(Rounds, WaitForALateClientOnceOnly) {
   Rounds rounds({.quorum = 2, .grace = 0});
   for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 1);
-  rounds.push(2, 1);
+  rounds.push(1, 1, /*late=*/false);
+  rounds.push(2, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   rounds.next();
 
   Rounds patient({.quorum = 1, .grace = kLong});
   for (const ClientId each : {1, 2}) patient.join(each);
-  patient.push(1, 1);
+  patient.push(1, 1, /*late=*/false);
   EXPECT_FALSE(patient.over());
   patient.next();  // as if the grace time were over
-  patient.push(1, 1);
+  patient.push(1, 1, /*late=*/false);
   EXPECT_TRUE(patient.over());  // without 2
   patient.next();
-  patient.push(2, 1);  // which is back, late
-  patient.push(1, 1);
+  patient.push(2, 1, /*late=*/false);  // which is back, late
+  patient.push(1, 1, /*late=*/false);
   EXPECT_TRUE(patient.over());
   patient.next();
-  patient.push(1, 1);
+  patient.push(1, 1, /*late=*/false);
   EXPECT_FALSE(patient.over());  // and is waited for again
 }
 
 TEST(Rounds, WaitForAJoinerFromItsSecondRoundOn) {
   Rounds rounds({.quorum = 1, .grace = kLong});
   rounds.join(1);
-  rounds.push(1, 1);
+  rounds.push(1, 1, /*late=*/false);
   rounds.next();
   rounds.join(2);
-  rounds.push(1, 1);
+  rounds.push(1, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   rounds.next();
-  rounds.push(1, 1);
+  rounds.push(1, 1, /*late=*/false);
   EXPECT_FALSE(rounds.over());
 }
 
 TEST(Rounds, GoOnWithoutWhoHasLeft) {
   Rounds rounds({.quorum = 3, .grace = kLong});
   for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 4);
-  rounds.push(2, 4);
+  rounds.push(1, 4, /*late=*/false);
+  rounds.push(2, 4, /*late=*/false);
   rounds.leave(2);
   EXPECT_FALSE(rounds.over());
   rounds.leave(3);
@@ -84,11 +84,38 @@ TEST(Rounds, GoOnWithoutWhoHasLeft) {
   EXPECT_EQ(rounds.weight(), 8);  // what 2 had pushed counts
 }
 
+TEST(Rounds, GoOnAsIfALatePushHadNotCome) {
+  Rounds rounds({.quorum = 1, .grace = 0});
+  for (const ClientId each : {1, 2}) rounds.join(each);
+  rounds.push(1, 1, /*late=*/true);
+  EXPECT_FALSE(rounds.over());
+  EXPECT_TRUE(rounds.due().is_never());
+  rounds.push(1, 2, /*late=*/true);  // its second
+  EXPECT_TRUE(rounds.over());
+  EXPECT_EQ(rounds.weight(), 3);
+  rounds.next();
+
+  Rounds patient({.quorum = 1, .grace = kLong});
+  for (const ClientId each : {1, 2}) patient.join(each);
+  patient.push(1, 1, /*late=*/true);
+  patient.push(2, 1, /*late=*/false);
+  EXPECT_FALSE(patient.over());  // 1 is back, and is expected to push in time
+  patient.push(1, 1, /*late=*/true);
+  EXPECT_TRUE(patient.over());
+}
+
+TEST(Rounds, EndWithLatePushesOfAllThatAreExpected) {
+  Rounds rounds({.quorum = 1, .grace = 0});
+  rounds.join(1);
+  rounds.push(1, 1, /*late=*/true);
+  EXPECT_TRUE(rounds.over());
+}
+
 TEST(Rounds, DoNotEndWithoutWeight) {
   Rounds rounds({.quorum = 1, .grace = 0});
   rounds.join(1);
   EXPECT_FALSE(rounds.over());
-  rounds.push(1, 0);
+  rounds.push(1, 0, /*late=*/false);
   EXPECT_FALSE(rounds.over());
 }
 

@@ -11,28 +11,34 @@ void Rounds::join(std::uint64_t client) {
 
 void Rounds::leave(std::uint64_t client) { members_.erase(client); }
 
-void Rounds::push(std::uint64_t client, float weight) {
+void Rounds::push(std::uint64_t client, float weight, bool late) {
   Member& member = members_[client];
-  if (!std::exchange(member.pushed, true)) ++pushed_;
+  const bool again = std::exchange(member.pushed, true);
+  if ((again || !late) && !std::exchange(member.in_time, true)) ++in_time_;
   member.place = Place::kExpected;
   weight_ += double{weight};
 }
 
 bool Rounds::has_quorum() const {
   const std::size_t clients = std::max<std::size_t>(members_.size(), 1);
-  return weight_ > 0 && pushed_ >= std::min(limits_.quorum, clients);
+  return in_time_ >= std::min(limits_.quorum, clients);
 }
 
+bool Rounds::all_expected(bool Member::* pushed) const {
+  return std::ranges::all_of(members_, [&](const auto& each) {
+    return each.second.place != Place::kExpected || each.second.*pushed;
+  });
+}
+
+// With late pushes alone, of all that it expects, a round ends after the grace time, too.
 bool Rounds::over() {
-  if (!has_quorum()) {
+  const bool quorum = has_quorum();
+  if (weight_ <= 0 || (!quorum && !all_expected(&Member::pushed))) {
     due_ = Deadline::never();
     return false;
   }
   if (due_.is_never()) due_ = Deadline::after(limits_.grace);
-  const auto misses = [](const auto& each) {
-    return each.second.place == Place::kExpected && !each.second.pushed;
-  };
-  return due_.passed() || std::ranges::none_of(members_, misses);
+  return due_.passed() || (quorum && all_expected(&Member::in_time));
 }
 
 void Rounds::next() {
@@ -41,10 +47,10 @@ void Rounds::next() {
       member.place = Place::kExpected;
     else if (!member.pushed)
       member.place = Place::kLate;
-    member.pushed = false;
+    member.pushed = member.in_time = false;
   }
   first_ = false;
-  pushed_ = 0;
+  in_time_ = 0;
   weight_ = 0;
   due_ = Deadline::never();
 }

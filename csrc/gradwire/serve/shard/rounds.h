@@ -1,5 +1,10 @@
 // Rounds: which clients have pushed in the open round of a shard, and when it ends. A client that a
-// round ended without is not waited for again until it pushes: what stands still delays others once.
+// round ended without is not waited for again until it pushes: what stands still delays others
+// once.
+//
+// A push from values of an earlier round is late: it adds to the open round, which goes on as if it
+// had not come, or late pushes would end rounds early, and so make others late. A client's second
+// push of a round is in time.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +23,7 @@ class Rounds {
   // A client is waited for from the next round on; in the first round at once.
   void join(std::uint64_t client);
   void leave(std::uint64_t client);
-  void push(std::uint64_t client, float weight);
+  void push(std::uint64_t client, float weight, bool late);
 
   // Returns the sum of the weights in the open round.
   float weight() const noexcept { return static_cast<float>(weight_); }
@@ -33,16 +38,18 @@ class Rounds {
   enum class Place : std::uint8_t { kNew, kExpected, kLate };
   struct Member {
     Place place = Place::kNew;
-    bool pushed = false;  // in this round
+    bool pushed = false;   // in this round
+    bool in_time = false;  // and not late
   };
   bool has_quorum() const;
+  bool all_expected(bool Member::* pushed) const;
 
   RoundLimits limits_;
   std::map<std::uint64_t, Member> members_;
   bool first_ = true;
-  std::size_t pushed_ = 0;  // clients, also those that have left since
+  std::size_t in_time_ = 0;  // clients, also those that have left since
   double weight_ = 0;
-  Deadline due_ = Deadline::never();  // while there is no quorum
+  Deadline due_ = Deadline::never();  // while others are awaited without a limit
 };
 
 }  // namespace gradwire::serve

@@ -220,9 +220,8 @@ bool Shard::compute(std::size_t index, const Change& change) {
   std::array<float*, 2> states{};
   for (std::size_t i = 1; i < arrays_.size(); ++i) states[i - 1] = update_[i].data();
   change(update_[0].data(), states, frame.count);
-  return std::ranges::all_of(update_, [&](const auto& each) {
-    return codec::kernels().finite(each.data(), frame.count);
-  });
+  return std::ranges::all_of(
+      update_, [&](const auto& each) { return codec::kernels().finite(each.data(), frame.count); });
 }
 
 void Shard::put(std::size_t index) {
@@ -235,10 +234,9 @@ void Shard::put(std::size_t index) {
 // Computes the parameters and the rule's state after a frame of a push. Refuses the push where
 // these are not finite. Returns whether they are.
 bool Shard::update(OpenRequest& push, std::size_t index, const float* gradient) {
-  const bool finite =
-      compute(index, [&](float* w, std::span<float* const> states, std::size_t n) {
-        rule_.apply(w, states, gradient, rate_of(push), steps_[index] + 1, n);
-      });
+  const bool finite = compute(index, [&](float* w, std::span<float* const> states, std::size_t n) {
+    rule_.apply(w, states, gradient, rate_of(push), steps_[index] + 1, n);
+  });
   if (!finite)
     refuse_not_finite(push, "the parameters would hold NaN or Inf: its gradient is too large");
   return finite;
@@ -276,7 +274,7 @@ Answer Shard::end_push(ClientId client, OpenRequest& push) {
   push.next = 0;
   if (std::exchange(push.applied, false)) {
     if (rounds_)
-      rounds_->push(client, rate_of(push));
+      rounds_->push(client, rate_of(push), stale > 0);
     else
       ++version_;
     ++statistics_.pushes;

@@ -90,12 +90,10 @@ struct NamedRule {
   std::string_view name;
   UpdateRule (*make)(codec::Parameters&);
 };
-constexpr NamedRule kRules[] = {{"sgd", make_sgd},
-                                {"momentum", make_momentum},
-                                {"adagrad", make_adagrad},
-                                {"adam", make_adam},
-                                {"rounds", make_rounds},
-                                {kStaged, [](codec::Parameters&) { return UpdateRule{}; }}};
+constexpr NamedRule kRules[] = {
+    {"sgd", make_sgd},         {"momentum", make_momentum},
+    {"adagrad", make_adagrad}, {"adam", make_adam},
+    {"rounds", make_rounds},   {kStaged, [](codec::Parameters&) { return UpdateRule{}; }}};
 
 }  // namespace
 

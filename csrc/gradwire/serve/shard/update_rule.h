@@ -19,8 +19,8 @@ struct RuleState {
   float initial = 0;
 };
 
-// When a round of pushes ends: all clients that it expects have pushed, or `quorum` of them have and
-// `grace` seconds have passed since.
+// When a round of pushes ends: all clients that it expects have pushed, or `quorum` of them have
+// and `grace` seconds have passed since.
 struct RoundLimits {
   std::size_t quorum = 1;
   double grace = 0;
