@@ -1,6 +1,6 @@
 """Whether the exchange of Streaming DiLoCo hides behind training, at the rate that is predicted.
 
-    python -m bench.local_sgd.streaming            # 3 minutes, on a machine that does little else
+    python -m bench.local_sgd.streaming            # 2 minutes, on a machine that does little else
 
 Two ranks, which are processes, train 784-480-480-10 on random images. A fragment has `delay`
 inner steps to travel, so the link needs (bytes that a rank sends of it) / (delay · seconds of a
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import statistics
 import sys
 import time
@@ -24,6 +23,8 @@ from typing import NamedTuple
 import gradwire
 import torch
 from gradwire.torch import DiLoCo
+from gradwire.torch._ranks.group import communicator_of
+from torch import distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -48,12 +49,12 @@ def main() -> int:
         return _rank(options)
     load = OtherLoad()
     own = ["--turns", str(options.turns)]
-    alone = job.run(__spec__.name, own, RANKS, {"GRADWIRE_STORE": _store()})["without"]
+    alone = job.run(__spec__.name, own, RANKS, {})["without"]
     step = statistics.median(alone)
     rows = []
     for place, setting in enumerate(SETTINGS):
         rate = setting.bits(alone_bytes := 4 * _parameters()) / (setting.travels(EVERY) * step)
-        link = {"GRADWIRE_LINK": f"{rate / 1e6:.4f}mbit,{LATENCY}", "GRADWIRE_STORE": _store()}
+        link = {"GRADWIRE_LINK": f"{rate / 1e6:.4f}mbit,{LATENCY}"}
         measured = job.run(__spec__.name, [*own, "--setting", str(place)], RANKS, link)
         dense = 8 * alone_bytes / step
         rows.append({**setting._asdict(), "rate": rate, "dense_rate": dense, **measured})
@@ -66,10 +67,6 @@ def main() -> int:
     }
     report.write(options.output, "streaming", found, lambda found, _: document(found))
     return 0
-
-
-def _store() -> str:
-    return f"unix://gradwire-{os.getuid()}-streaming-{secrets.token_hex(4)}"
 
 
 class _Training(NamedTuple):
@@ -97,8 +94,11 @@ def _parameters() -> int:
 
 def _rank(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    store = dist.FileStore(f"{options.meet}/store", RANKS)
+    dist.init_process_group("gradwire", store=store, rank=int(os.environ["RANK"]), world_size=RANKS)
+    assert dist.group.WORLD is not None
     training = _training()
-    with gradwire.init() as comm:
+    with communicator_of(dist.group.WORLD) as comm:
         outer = None
         if options.setting is not None:
             fragments, delay, codec = SETTINGS[options.setting]
@@ -122,6 +122,7 @@ def _rank(options: argparse.Namespace) -> int:
         }
         if comm.rank == 0:
             job.write(options.meet, slowest)
+    dist.destroy_process_group()
     return 0
 
 
@@ -145,7 +146,7 @@ def _timed(comm: gradwire.Communicator, training: _Training, outer: DiLoCo | Non
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5, help="of each way (default 5)")
+    parser.add_argument("--turns", type=int, default=3, help="of each way (default 3)")
     parser.add_argument("--output", type=Path, help="a path without suffix")
     parser.add_argument("--setting", type=int, help=argparse.SUPPRESS)  # set for the ranks
     parser.add_argument("--meet", help=argparse.SUPPRESS)

@@ -266,6 +266,7 @@ class DiLoCo:
             self._take()
         self._settle(wait=True)
         if self._steps:
+            self._fetch()  # so that the push is in time, and its round ends
             self._begin_push()
             self._settle(wait=True)
         self._await_pushed()
