@@ -6,7 +6,7 @@
 //   A is NaN or Inf: scale := NaN, codes 0, errors 0; all of the block decodes to NaN.
 //   A < 2^-100: scale := inverse := 0, so that all of v stays in the error.
 //   Else scale := A, rounded to bfloat16, ties to even, and limited to the largest finite one; then
-//   it takes the sign of the v whose magnitude is A, plus where both signs have it.
+//   it takes the sign of the v whose magnitude is A, minus where both signs have it.
 //   inverse := 1 / scale; t := v · inverse; q := max(−7, round(t · (12 − 4 · |t|))), ties to even:
 //   the v whose magnitude is A becomes 8, which |q| never exceeds.
 //   y := level(q) · scale, level(q) := ±(3 − √(9 − |q|)) / 2; error := v − y.

@@ -47,6 +47,7 @@ F32 pick(const SixteenValues& values, U32 lanes) {
   return by_sign(bits<F32>(lanes << 28), _mm256_permutevar8x32_ps(values.part[0], number),
                  _mm256_permutevar8x32_ps(values.part[1], number));
 }
+U32 larger(U32 a, U32 b) { return bits<U32>(_mm256_max_epu32(bits<__m256i>(a), bits<__m256i>(b))); }
 
 std::uint32_t sign_bits(F32 v) { return static_cast<std::uint32_t>(_mm256_movemask_ps(v)); }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return _mm256_blendv_ps(if_clear, if_set, v); }

@@ -42,6 +42,9 @@ U32 unpack_bytes(const std::byte* from) {
 F32 pick(const SixteenValues& values, U32 lanes) {
   return _mm512_maskz_permutexvar_ps(kEvery, bits<__m512i>(lanes), values.part[0]);
 }
+U32 larger(U32 a, U32 b) {
+  return bits<U32>(_mm512_maskz_max_epu32(kEvery, bits<__m512i>(a), bits<__m512i>(b)));
+}
 
 std::uint32_t sign_bits(F32 v) { return _mm512_movepi32_mask(bits<__m512i>(v)); }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) {

@@ -15,10 +15,11 @@ struct HalfGroup {
 };
 
 // Each simd_<isa>.cc defines these: pack_half() writes the last byte of each lane, unpack_bytes()
-// reads unsigned bytes, and pick() returns the value that the last four bits of each lane number.
+// reads unsigned bytes, pick() returns the value that the last four bits of each lane number.
 void pack_half(const HalfGroup& lanes, std::byte* to);
 U32 unpack_bytes(const std::byte* from);
 F32 pick(const SixteenValues& values, U32 lanes);
+U32 larger(U32 a, U32 b);
 
 namespace int4 {
 
@@ -36,17 +37,47 @@ struct Scales {
   alignas(64) float inverse[kBlocks];
 };
 
-// The largest v and the largest −v of each block, as bits of a float that is not negative; at least
-// one of them is above that of infinity where the block has a NaN.
-struct Extremes {
-  alignas(64) std::int32_t above[kBlocks];
-  alignas(64) std::int32_t below[kBlocks];
+// Returns a number for each value that is the larger the larger its magnitude is; the last bit is
+// the sign.
+U32 key_of(F32 v) { return (bits<U32>(v) << 1) | (bits<U32>(v) >> 31); }
+
+template <std::size_t kFirst, typename V, std::size_t... lane>
+V every_other(V a, V b, std::index_sequence<lane...>) {
+  return __builtin_shufflevector(a, b, (2 * lane + kFirst)...);
+}
+// Returns, in lane i, the largest of all lanes of vector i.
+template <std::size_t kCount>
+U32 largest_of_each(const U32* of) {
+  if constexpr (kCount == 1) {
+    return of[0];
+  } else {
+    const auto lanes = std::make_index_sequence<kLanes>();
+    const U32 a = largest_of_each<kCount / 2>(of), b = largest_of_each<kCount / 2>(of + kCount / 2);
+    return larger(every_other<0>(a, b, lanes), every_other<1>(a, b, lanes));
+  }
+}
+
+// The largest key of each group of a unit, and then of each block.
+struct Keys {
+  U32 in_lanes[kBlocks];
+  alignas(64) std::uint32_t of[kBlocks];
+
+  void join_lanes() {
+    for (std::size_t i = 0; i < kBlocks; i += kLanes)
+      put(reinterpret_cast<std::byte*>(of + i), largest_of_each<kLanes>(in_lanes + i));
+  }
+  void join_groups(std::size_t each) {
+    for (std::size_t i = 0; i < kBlocks; ++i) {
+      const std::uint32_t key = of[i];
+      std::uint32_t& most = of[i / each];
+      most = i % each == 0 || key > most ? key : most;
+    }
+  }
 };
 
 constexpr auto kMostBits = __builtin_bit_cast(std::int32_t, Int4Kernels::kMostScale);
 constexpr auto kLeastBits =
     __builtin_bit_cast(std::int32_t, 0x1p-100F);  // of a scale that is not 0
-constexpr std::int32_t kSign = INT32_MIN;
 
 I32 limited_scale(I32 scale) { return scale > kMostBits ? (I32{} | kMostBits) : scale; }
 
@@ -63,7 +94,7 @@ struct Int4ToNearest {
     const U32 exact = bits<U32>(most);
     return bits<I32>((exact + 0x7FFFU + ((exact >> 16) & 1U)) & 0xFFFF0000U);
   }
-  static I32 sign(I32 above, I32 below) { return below > above ? (I32{} | kSign) : I32{}; }
+  static U32 sign(U32 key) { return key << 31; }
 
   F32 operator()(F32 t, std::size_t) const {
     const F32 slope = 12.0F - 4.0F * bits<F32>(magnitude_of(t));
@@ -81,7 +112,7 @@ class Int4AtRandom {
   void start_unit(std::size_t begin) { random_.start_block(begin); }
 
   static I32 scale(I32 most) { return bits<I32>((bits<U32>(most) + 0xFFFFU) & 0xFFFF0000U); }
-  static I32 sign(I32, I32) { return I32{}; }
+  static U32 sign(U32) { return U32{}; }
 
   F32 operator()(F32 t, std::size_t i) const { return random_(t, i); }
 
@@ -91,12 +122,11 @@ class Int4AtRandom {
 
 // Writes the scales of `count` blocks to `out`, and keeps them in `scales`.
 template <typename Round>
-void choose_scales(const Extremes& of, std::size_t count, std::byte* out, Scales& scales) {
+void choose_scales(const Keys& keys, std::size_t count, std::byte* out, Scales& scales) {
   sweep<kLanes>(count, [&](std::size_t i, auto part) {
-    const I32 above = get<I32>(reinterpret_cast<const std::byte*>(of.above + i));
-    const I32 below = get<I32>(reinterpret_cast<const std::byte*>(of.below + i));
-    const I32 most = larger(above, below);
-    I32 chosen = limited_scale(Round::scale(most)) | Round::sign(above, below);
+    const U32 key = get<U32>(reinterpret_cast<const std::byte*>(keys.of + i));
+    const I32 most = bits<I32>(key >> 1);
+    I32 chosen = limited_scale(Round::scale(most)) | bits<I32>(Round::sign(key));
     chosen = most < kLeastBits ? I32{} : chosen;
     F32 inverse = Round::kOverScale / bits<F32>(chosen);
     inverse = most < kLeastBits ? F32{} : inverse;
@@ -117,7 +147,14 @@ SixteenValues values_of(const Int4Kernels::Levels& levels, float scale) {
   return values;
 }
 
-// A unit. Its first pass finds the extremes of its blocks and leaves v in `error` where that
+void store_codes(std::byte* to, All, const HalfGroup& pairs) { pack_half(pairs, to); }
+void store_codes(std::byte* to, std::size_t count, const HalfGroup& pairs) {
+  std::byte packed[kHalf];
+  pack_half(pairs, packed);
+  __builtin_memcpy(to, packed, bytes_of_codes(count));
+}
+
+// A unit. Its first pass finds the largest keys of its blocks and leaves v in `error` where that
 // differs from x; its second pass writes codes and errors.
 template <bool kResidual, bool kError>
 struct Unit {
@@ -134,20 +171,17 @@ struct Unit {
       visit(number++, begin, n - begin < block ? n - begin : block);
   }
 
-  void look(Extremes& found) const {
-    each_block([&](std::size_t number, std::size_t begin, std::size_t length) {
-      Parts<I32> above{}, below{};
-      sweep<kGroup>(length, [&](std::size_t i, auto part) {
-        const Group v = source(begin + i, part);
-        if constexpr (kStored) store<Groups>(error, begin + i, part, v);
-        each_part([&](std::size_t k) {
-          above[k] = larger(bits<I32>(v[k]), above[k]);
-          below[k] = larger(bits<I32>(v[k]) ^ kSign, below[k]);
-        });
-      });
-      found.above[number] = largest_of(above);
-      found.below[number] = largest_of(below);
+  void look(Keys& keys) const {
+    if (n < kUnit) keys = {};
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
+      const Group v = source(i, part);
+      if constexpr (kStored) store<Groups>(error, i, part, v);
+      U32 most = key_of(v[0]);
+      each_of<kParts - 1>([&](std::size_t k) { most = larger(most, key_of(v[k + 1])); });
+      keys.in_lanes[i / kGroup] = most;
     });
+    keys.join_lanes();
+    if (block > kGroup) keys.join_groups(block / kGroup);
   }
 
   template <typename PartOf>
@@ -171,9 +205,7 @@ struct Unit {
     HalfGroup pairs;
     each_of<kParts / 2>(
         [&](std::size_t k) { pairs.part[k] = (code[k] & 0xFU) | (code[k + kParts / 2] << 4); });
-    std::byte packed[kHalf];
-    pack_half(pairs, packed);
-    __builtin_memcpy(codes + i / 2, packed, bytes_of_codes(part));
+    store_codes(codes + i / 2, part, pairs);
     if constexpr (kError) store<Groups>(error, i, part, v);
   }
 
@@ -201,7 +233,7 @@ template <bool kResidual, bool kError, typename Round>
 [[gnu::flatten]] void encode_as(const float* x, const float* residual, std::size_t n,
                                 std::size_t block, Round round, std::byte* out,
                                 float* error) noexcept {
-  Extremes extremes{};
+  Keys keys;
   Scales scales;
   for (std::size_t i = 0; i < n; i += kUnit) {
     const Unit<kResidual, kError> unit{{x + i, kResidual ? residual + i : nullptr},
@@ -209,8 +241,8 @@ template <bool kResidual, bool kError, typename Round>
                                        n - i < kUnit ? n - i : kUnit,
                                        block};
     const std::size_t blocks = (unit.n + block - 1) / block;
-    unit.look(extremes);
-    choose_scales<Round>(extremes, blocks, out, scales);
+    unit.look(keys);
+    choose_scales<Round>(keys, blocks, out, scales);
     round.start_unit(i);
     unit.write(scales, round, out + blocks * Int4Kernels::kScaleBytes);
     out += Int4Kernels::bytes(unit.n, block);
@@ -234,17 +266,19 @@ void encode(const float* x, const float* residual, std::size_t n, std::size_t bl
     encode_by<Int4AtRandom>(x, residual, n, block, position, out, error);
 }
 
-template <typename PartOf>
-Group load_group(const std::byte* codes, PartOf part, const SixteenValues& values) {
-  std::byte packed[kHalf] = {};
-  __builtin_memcpy(packed, codes, bytes_of_codes(part));
+Group load_group(const std::byte* codes, All, const SixteenValues& values) {
   Group v;
   each_of<kParts / 2>([&](std::size_t k) {
-    const U32 pairs = unpack_bytes(packed + k * kLanes);
+    const U32 pairs = unpack_bytes(codes + k * kLanes);
     v[k] = pick(values, pairs);
     v[k + kParts / 2] = pick(values, pairs >> 4);
   });
   return v;
+}
+Group load_group(const std::byte* codes, std::size_t count, const SixteenValues& values) {
+  std::byte packed[kHalf] = {};
+  __builtin_memcpy(packed, codes, bytes_of_codes(count));
+  return load_group(packed, All{}, values);
 }
 
 // y := the values of the codes, or y += them. Adds all that it writes to `sums`.

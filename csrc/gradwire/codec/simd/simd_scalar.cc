@@ -55,6 +55,7 @@ void pack_half(const HalfGroup& lanes, std::byte* to) {
 }
 U32 unpack_bytes(const std::byte* from) { return static_cast<std::uint8_t>(*from); }
 F32 pick(const SixteenValues& values, U32 lanes) { return values.part[lanes & 0xFU]; }
+U32 larger(U32 a, U32 b) { return a > b ? a : b; }
 
 std::uint32_t sign_bits(F32 v) { return bits<std::uint32_t>(v) >> 31; }
 F32 by_sign(F32 v, F32 if_clear, F32 if_set) { return sign_bits(v) != 0 ? if_set : if_clear; }

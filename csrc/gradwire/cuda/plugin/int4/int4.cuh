@@ -23,35 +23,28 @@ __host__ __device__ constexpr std::uint64_t bytes_of_scales(std::uint64_t n, std
   return (n + block - 1) / block * Int4Kernels::kScaleBytes;
 }
 
-// The largest v and the largest −v of some elements, as bits of a float that is not negative.
-struct Extremes {
-  std::uint32_t above = 0, below = 0;
-
-  __device__ void see(float v) {
-    const std::uint32_t magnitude = magnitude_bits(v);
-    if (is_negative(v))
-      below = Larger{}(below, magnitude);
-    else
-      above = Larger{}(above, magnitude);
-  }
-  // Joins those of lanes that differ in the bits of `by`, a power of two.
-  __device__ void join(unsigned by) {
-    above = Larger{}(above, __shfl_xor_sync(kAllLanes, above, by));
-    below = Larger{}(below, __shfl_xor_sync(kAllLanes, below, by));
-  }
-};
+// Returns a number that is the larger the larger the value's magnitude is; the last bit is the
+// sign.
+__device__ inline std::uint32_t key_of(float v) {
+  return __float_as_uint(v) << 1 | __float_as_uint(v) >> 31;
+}
+// Returns the largest key of `end` lanes, a power of two, from a multiple of it on.
+__device__ inline std::uint32_t largest_key(std::uint32_t key, unsigned end) {
+  for (unsigned by = 1; by < end; by *= 2) key = Larger{}(key, __shfl_xor_sync(kAllLanes, key, by));
+  return key;
+}
 
 struct Scale {
   float scale, inverse;
 
-  __device__ static Scale of(Extremes of, bool stochastic) {
-    const std::uint32_t most = Larger{}(of.above, of.below);
+  __device__ static Scale of(std::uint32_t key, bool stochastic) {
+    const std::uint32_t most = key >> 1;
     if (most >= kInfinityBits) return {quiet_nan<float>(), 0};
     if (__uint_as_float(most) < 0x1p-100F) return {0, 0};
     const std::uint32_t carry = stochastic ? 0xFFFFU : 0x7FFFU + ((most >> 16) & 1U);
     const float rounded = __uint_as_float((most + carry) & 0xFFFF0000U);
     const float limited = rounded > Int4Kernels::kMostScale ? Int4Kernels::kMostScale : rounded;
-    const float scale = of.below > of.above && !stochastic ? -limited : limited;
+    const float scale = (key & 1U) != 0 && !stochastic ? -limited : limited;
     return {scale, (stochastic ? 7.0F : 1.0F) / scale};
   }
 };
@@ -208,17 +201,14 @@ struct UnitEncoder {
 
   // Returns the scale of the block that group `lane` is in.
   __device__ Scale scale_of_group(const float (&v)[kCount], bool stochastic) const {
-    std::uint32_t above[share.kTurns], below[share.kTurns];
+    std::uint32_t keys[share.kTurns] = {};
     for (unsigned turn = 0; turn < share.kTurns; ++turn) {
-      Extremes of_turn;
-      for (unsigned k = 0; k < kWide; ++k) of_turn.see(v[turn * kWide + k]);
-      for (unsigned by = 1; by < share.kLanes; by *= 2) of_turn.join(by);
-      above[turn] = of_turn.above;
-      below[turn] = of_turn.below;
+      for (unsigned k = 0; k < kWide; ++k)
+        keys[turn] = Larger{}(keys[turn], key_of(v[turn * kWide + k]));
+      keys[turn] = largest_key(keys[turn], share.kLanes);
     }
-    Extremes mine{share.of_own_group(above), share.of_own_group(below)};
-    for (unsigned by = 1; by < block / kGroup; by *= 2) mine.join(by);
-    return Scale::of(mine, stochastic);
+    const std::uint32_t mine = share.of_own_group(keys);
+    return Scale::of(largest_key(mine, static_cast<unsigned>(block) / kGroup), stochastic);
   }
 
   __device__ void store_scale(float scale) const {
