@@ -24,7 +24,7 @@ from gradwire.lab.tuning.measure import Case
 _SIZES = (4, 64 << 10, 1 << 20, 16 << 20)
 _ALGORITHMS = ("direct", "ring", "recursive_doubling", "halving_doubling", "binary_tree")
 _OF_TWO_RANKS = ("direct", "binary_tree")  # the others are one of these then
-_CODECS = ("fp16", "bf16", "int8", "onebit", "threshold", "topk")
+_CODECS = ("fp16", "bf16", "int8", "int4", "onebit", "threshold", "topk")
 _POLL_SECONDS = 1e-5
 
 
