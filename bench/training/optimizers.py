@@ -39,7 +39,7 @@ _ONE_BIT = (
 # Of every optimizer, in the order of tables.
 EXCHANGES = {
     "adamw": (
-        *("none", "gloo", "gloo:powersgd", "fp16", "bf16", "int8"),
+        *("none", "gloo", "gloo:powersgd", "fp16", "bf16", "int8", "int4"),
         *_LOW_RANKS,
         *_ONE_BIT,
         *(f"{each}+int8=0.2" for each in _CONTROLS),
@@ -47,7 +47,7 @@ EXCHANGES = {
         exchanges.without_feedback("onebit+int8=0.2"),
     ),
     "lion": ("none", "int8"),
-    "sgd": ("none", "int8", methods.ONEBIT, methods.LOW_RANK),
+    "sgd": ("none", "int8", "int4", methods.ONEBIT, methods.LOW_RANK),
 }
 # Learning rates of which the best is taken; OneBitAdam has AdamW's.
 RATES = {

@@ -2,14 +2,17 @@
 
     python -m bench.training.trials.codec_noise --task vit --seeds 1 2 3 4 5 6
     python -m bench.training.trials.codec_noise --exchanges none int8 "noise=0.01"
+    python -m bench.training.trials.codec_noise --seeds 3 --until 75 --exchanges none int8@1024
 
 A training of `optimizers.py` by AdamW, with all 4 ranks in one process, once for each seed and way
 to average. Codecs work as in the algorithm "direct": each rank's gradients are encoded once, and
-their average once more. "reversed" is dense, and sums the ranks in the other order; "noise=X" is
-dense, and adds normal noise whose squared norm is the share X of the averaged gradient's, block by
-block of 32. Every training is a line in the file of `--runs`, and is not made twice. Prints the
-means over seeds of the final loss on unseen data above that of none, seed by seed, with their
-standard deviations and standard errors. Bits depend on the processor, not on what else it does.
+their average once more. All parameters are one array; with "int8@N" each is an array, and those of
+less than N elements are dense. "reversed" is dense, and sums the ranks in the other order;
+"noise=X" is dense, and adds normal noise whose squared norm is the share X of the averaged
+gradient's, block by block of 32. `--until` ends a training early. Every training is a line in the
+file of `--runs`, and is not made twice. Prints the means over seeds of the loss on unseen data
+above that of none, seed by seed, with their standard deviations and standard errors. Bits depend on
+the processor, not on what else it does.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import gradwire
@@ -39,6 +43,7 @@ _BLOCK = 32  # of noise
 _SETTINGS = {"lm": (0.004, 32), "vit": (0.001, 128), "cnn": (0.008, 128)}  # as in optimizers.py
 
 Average = Callable[[list[torch.Tensor]], torch.Tensor]
+Coded = Callable[[torch.Tensor], torch.Tensor]  # encoded and decoded again
 
 
 def main() -> int:
@@ -48,9 +53,9 @@ def main() -> int:
     done = read(options.runs)
     for seed in options.seeds:
         for exchange in options.exchanges:
-            key = options.task, options.steps, seed, exchange
+            key = key_of(options, seed, exchange)
             if key not in done:
-                done[key] = train(trial_of(options, seed), averaging(exchange, seed))
+                done[key] = train(trial_of(options, seed), exchange, options.until)
                 _append(options.runs, key, done[key])
     print("\n".join(rows(options, done)))
     return 0
@@ -64,6 +69,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--exchanges", nargs="+", default=["none", "reversed", "int8"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--until", type=int, help="so many of the steps are made; all if not given")
     parser.add_argument("--runs", type=Path, default=ROOT / "build/codec-noise-runs.jsonl")
     return parser.parse_args()
 
@@ -74,13 +80,14 @@ def trial_of(options: argparse.Namespace, seed: int) -> Trial:
     return Trial(options.task, "adamw", "", rate, batch, options.steps, seed, clip=1.0)
 
 
-def train(trial: Trial, average: Average) -> float:
-    """The final loss on unseen data."""
+def train(trial: Trial, exchange: str, until: int | None = None) -> float:
+    """The loss on unseen data at the end."""
     torch.manual_seed(trial.seed)
     task = _task(trial.task)
     model = task.model()
+    average = averaging(exchange, trial.seed, [each.numel() for each in model.parameters()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.rate)
-    for step, some in enumerate(_batches(trial, task)):
+    for step, some in enumerate(islice(_batches(trial, task), until)):
         _use(model, average([_gradient(model, each) for each in some]))
         if trial.clip is not None:
             clip_grad_norm_(model.parameters(), trial.clip)
@@ -119,18 +126,26 @@ def _use(model: nn.Module, gradient: torch.Tensor) -> None:
         start += each.numel()
 
 
-def averaging(exchange: str, seed: int) -> Average:
-    """How the ranks' gradients become one; raises InvalidArgument for an unknown codec."""
+def averaging(exchange: str, seed: int, sizes: list[int]) -> Average:
+    """How the ranks' gradients become one; raises InvalidArgument for an unknown codec.
+
+    `sizes` are the parameters' numbers of elements.
+    """
     name, _, share = exchange.partition("=")
     if exchange in ("none", "reversed"):
         return functools.partial(_mean, order=-1 if exchange == "reversed" else 1)
     if name == "noise":
         generator = torch.Generator().manual_seed(seed)
         return lambda every: _noisy(_mean(every), float(share), generator)
-    codec = gradwire.codec.get(exchange)
-    return functools.partial(
-        _direct, lambda values: torch.from_numpy(codec.decode(codec.encode(values), values.shape))
-    )
+    name, apart, least = exchange.partition("@")
+    codec = gradwire.codec.get(name)
+
+    def coded(values: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(codec.decode(codec.encode(values), values.shape))
+
+    if apart:
+        return functools.partial(_each_apart, coded, sizes, int(least))
+    return functools.partial(_direct, coded)
 
 
 def _mean(every: list[torch.Tensor], order: int = 1) -> torch.Tensor:
@@ -144,11 +159,22 @@ def _noisy(values: torch.Tensor, share: float, generator: torch.Generator) -> to
     return values + (noise * size).view(-1)[: len(values)]
 
 
-def _direct(
-    coded: Callable[[torch.Tensor], torch.Tensor], every: list[torch.Tensor]
+def _each_apart(
+    coded: Coded, sizes: list[int], least: int, every: list[torch.Tensor]
 ) -> torch.Tensor:
+    """Each parameter is an array; those of less than `least` elements are dense."""
+    ranks = (each.split(sizes) for each in every)
+    return torch.cat(
+        [
+            _mean(list(of_ranks)) if size < least else _direct(coded, list(of_ranks))
+            for size, of_ranks in zip(sizes, zip(*ranks, strict=True), strict=True)
+        ]
+    )
+
+
+def _direct(coded: Coded, every: list[torch.Tensor]) -> torch.Tensor:
     """Each rank owns a part: it adds its own gradient to what it decodes of the others'."""
-    parts = [each.chunk(RANKS) for each in every]
+    parts = [each.tensor_split(RANKS) for each in every]
     found = []
     for owner in range(RANKS):
         came = [parts[rank][owner] for rank in range(RANKS)]
@@ -166,7 +192,12 @@ def _loss(model: nn.Module, task: Task) -> float:
     return total / labels.numel()
 
 
-Key = tuple[str, int, int, str]  # task, steps, seed, exchange
+Key = tuple[str, int, int, int, str]  # task, steps, those made, seed, exchange
+
+
+def key_of(options: argparse.Namespace, seed: int, exchange: str) -> Key:
+    """What tells a training from others."""
+    return options.task, options.steps, options.until or options.steps, seed, exchange
 
 
 def read(path: Path) -> dict[Key, float]:
@@ -174,7 +205,7 @@ def read(path: Path) -> dict[Key, float]:
     if not path.exists():
         return {}
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {(each[0], each[1], each[2], each[3]): each[4] for each in lines}
+    return {(task, steps, made, seed, name): loss for task, steps, made, seed, name, loss in lines}
 
 
 def _append(path: Path, key: Key, loss: float) -> None:
@@ -186,7 +217,7 @@ def rows(options: argparse.Namespace, losses: dict[Key, float]) -> list[str]:
     """A row for each way, beside none."""
 
     def of(seed: int, exchange: str) -> float | None:
-        return losses.get((options.task, options.steps, seed, exchange))
+        return losses.get(key_of(options, seed, exchange))
 
     def row(exchange: str) -> list[str]:
         both = [(of(seed, exchange), of(seed, "none")) for seed in options.seeds]

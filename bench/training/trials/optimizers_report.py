@@ -37,6 +37,7 @@ GOALS = {
     "fp16": Goal(0.3),
     "bf16": Goal(0.3),
     "int8": Goal(0.3),
+    "int4": Goal(0.3, 7),
     "lowrank": Goal(1, 20),
     "OneBitAdam": Goal(1, 25, 10),
 }

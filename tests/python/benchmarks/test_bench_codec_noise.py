@@ -20,7 +20,7 @@ def error(exchange: str) -> float:
     """The share of the averaged gradient's squared norm that its error has."""
     every = gradients()
     mean = sum(every[1:], every[0]) / len(every)
-    found = codec_noise.averaging(exchange, 1)(every)
+    found = codec_noise.averaging(exchange, 1, [9_000, 1_000])(every)
     return float((found - mean).norm() / mean.norm()) ** 2
 
 
@@ -29,13 +29,14 @@ def test_ways_to_average_err_by_what_they_say():
     assert 0 < error("reversed") < 1e-12
     assert error("noise=0.01") == pytest.approx(0.01, rel=0.1)
     assert 1e-6 < error("int8") < 1e-3
+    assert error("int8@1001") < 0.95 * error("int8@0")  # a tenth is dense
 
 
 def test_losses_are_kept_and_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     runs = tmp_path / "runs.jsonl"
-    monkeypatch.setattr(codec_noise, "train", lambda trial, _: 2.0 + 0.1 * trial.seed)
+    monkeypatch.setattr(codec_noise, "train", lambda trial, *_: 2.0 + 0.1 * trial.seed)
     given = ["--exchanges", "none", "reversed", "--seeds", "1", "2", "--runs", str(runs)]
     monkeypatch.setattr(sys, "argv", ["codec_noise.py", *given])
     codec_noise.main()
@@ -45,7 +46,7 @@ def test_losses_are_kept_and_compared(
 
 def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(codec_noise, "_SETTINGS", {"lm": (0.004, 8)})
-    given = ["--task", "lm", "--steps", "2", "--seeds", "1", "--exchanges", "none"]
+    given = ["--task", "lm", "--steps", "9", "--until", "2", "--seeds", "1", "--exchanges", "none"]
     runs = tmp_path / "runs.jsonl"
     monkeypatch.setattr(sys, "argv", ["codec_noise.py", *given, "--runs", str(runs)])
     codec_noise.main()
