@@ -251,3 +251,21 @@ def test_it_works_over_a_process_group(backend: str) -> None:
     one, other = torch_ranks.gathered((bits(model), optimizer.communicator.closed))
     assert one[0] == other[0]
     assert one[1] == (backend == "gloo")
+
+
+@pytest.mark.parametrize(
+    ("model", "codec", "warns"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)), "onebit", True),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)), "int8", False),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2)), "onebit", False),  # cuts patches
+    ],
+)
+def test_one_bit_adam_warns_of_convolutions(
+    caplog: pytest.LogCaptureFixture, model: nn.Module, codec: str, warns: bool
+) -> None:
+    def body(comm: Communicator) -> None:
+        OneBitAdam(model.named_parameters(), warm_up=1, compression=codec, ranks=comm).close()
+
+    gradwire.spawn(body, 1, threads=True, timeout=30)
+    assert ("2 parameters, such as 0.weight, are kernels" in caplog.text) == warns
