@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,20 @@ def carried(
             carrier.kill()
 
 
+def values(hosts: Sequence[namespaces.Namespace], body: Callable[[int, Any], Any]) -> list[Any]:
+    """What `body(rank, pipe)` returns on each host; raises the first rank's error."""
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            ranks.append(Rank(host, lambda pipe, rank=rank: body(rank, pipe)))
+            stack.callback(ranks[-1].close)
+        found = [rank.outcome() for rank in ranks]
+    for each in found:
+        if each.error is not None:
+            raise each.error
+    return [each.value for each in found]
+
+
 def all_reduces(
     sites: list[namespaces.Namespace], setting: str, size: int, turns: int
 ) -> list[float]:
@@ -91,18 +105,7 @@ def all_reduces(
                 assert (x == 2).all()
             return found[1:]  # the first one opens the windows
 
-    ranks = [
-        Rank(site, lambda pipe, rank=rank: body(rank, pipe)) for rank, site in enumerate(sites)
-    ]
-    try:
-        found = [rank.outcome() for rank in ranks]
-        for each in found:
-            if each.error is not None:
-                raise each.error
-        return list(found[0].value)
-    finally:
-        for rank in ranks:
-            rank.close()
+    return list(values(sites, body)[0])
 
 
 def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int) -> list[float]:
@@ -135,14 +138,7 @@ def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int
                 found.append(size * 8e-6 / (time.perf_counter() - start))
             return found[1:]
 
-    ranks = [
-        Rank(site, lambda pipe, rank=rank: body(rank, pipe)) for rank, site in enumerate(sites)
-    ]
-    try:
-        return list(ranks[0].outcome().value)
-    finally:
-        for rank in ranks:
-            rank.close()
+    return list(values(sites, body)[0])
 
 
 def connected(rank: int, count: int) -> list[socket.socket]:
@@ -180,19 +176,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes bench/results/long-link-DATE.json and .md."""
+    """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    write("long-link", parser.parse_args(), measure, document)
+
+
+def write(
+    name: str,
+    options: argparse.Namespace,
+    measured: Callable[[argparse.Namespace], dict[str, Any]],
+    page: Callable[[dict[str, Any], str], str],
+) -> None:
+    """Writes bench/results/NAME-DATE.json and .md."""
     if not PROGRAM.exists():
         sys.exit(f"no {PROGRAM}: `make test-cpp` builds it")
     load = OtherLoad()
-    found = measure(options)
-    stamp = report.stamp("bench.network.long_link", load)
-    report.write(options.output, "long-link", {**stamp, **found}, document)
+    found = measured(options)
+    stamp = report.stamp(f"bench.network.{name.replace('-', '_')}", load)
+    report.write(options.output, name, {**stamp, **found}, page)
 
 
 if __name__ == "__main__":

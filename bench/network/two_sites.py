@@ -20,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
-from hosts import Rank
 from namespaces import Namespace, Switch
 
-from bench.common import report
-from bench.common.machine import OtherLoad
-from bench.network.long_link import PROGRAM, carried
+from bench.network.long_link import carried, values, write
 from bench.network.two_sites_report import document
 
 PORT = 29500
@@ -102,18 +99,7 @@ def steps(
         dist.destroy_process_group()
         return found
 
-    ranks = [
-        Rank(host, lambda pipe, rank=rank: body(rank, pipe)) for rank, host in enumerate(hosts)
-    ]
-    try:
-        outcomes = [rank.outcome() for rank in ranks]
-        for each in outcomes:
-            if each.error is not None:
-                raise each.error
-        return [max(each) for each in zip(*(each.value for each in outcomes), strict=True)]
-    finally:
-        for rank in ranks:
-            rank.close()
+    return [max(each) for each in zip(*values(hosts, body), strict=True)]
 
 
 def _steps(codec: str, parameters: int, count: int) -> Iterator[float]:
@@ -154,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes bench/results/two-sites-DATE.json and .md."""
+    """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=int, default=4, help="of each site")
     parser.add_argument("--parameters", type=int, default=24 << 20)
@@ -162,13 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    if not PROGRAM.exists():
-        sys.exit(f"no {PROGRAM}: `make test-cpp` builds it")
-    load = OtherLoad()
-    found = measure(options)
-    stamp = report.stamp("bench.network.two_sites", load)
-    report.write(options.output, "two-sites", {**stamp, **found}, document)
+    write("two-sites", parser.parse_args(), measure, document)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire import _core
 from gradwire._base.deadline import Deadline
@@ -300,6 +300,19 @@ class Authenticator:
     def _forget(self, entry: Pending) -> None:
         self._pending.remove(entry)
         self._selector.unregister(entry.sock)
+
+
+def listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
+    """Listens at an address of this host; raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _accepted(listener: socket.socket) -> tuple[socket.socket, object, bytes]:

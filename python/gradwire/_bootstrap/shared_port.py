@@ -31,6 +31,7 @@ from gradwire._bootstrap.authenticator import (
     Authenticator,
     Pending,
     hand_to_listener,
+    listen_at,
     refusals,
 )
 from gradwire._bootstrap.handshake import (
@@ -106,7 +107,7 @@ class _Port:
         """Takes the port, or finds the process that has it; raises OSError."""
         try:
             if self._is_first():
-                self._dispatcher = _Dispatcher(_listen(self._family, self._target))
+                self._dispatcher = _Dispatcher(listen_at(self._family, self._target))
         except OSError:
             self._turn_taking.close()
             raise
@@ -212,18 +213,6 @@ def _has_ended(sock: socket.socket) -> bool:
         pass
     sock.close()
     return True
-
-
-def _listen(family: socket.AddressFamily, target: Target) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _release_in_child() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from gradwire._base.deadline import Deadline
 from gradwire._base.loops import survive
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.authenticator import BACKLOG, Authenticator, open_listener, refusals
+from gradwire._bootstrap.authenticator import Authenticator, listen_at, open_listener, refusals
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.shared_port import chosen_port, share
 from gradwire._bootstrap.store import (
@@ -334,16 +334,8 @@ def _listen(addresses: Sequence[Address], number: int = 0) -> list[socket.socket
 
 
 def _listen_at(family: socket.AddressFamily, target: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with _without_leftover(family, target):
-            listener.bind(target)
-            listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    with _without_leftover(family, target):
+        return listen_at(family, target)
 
 
 @contextlib.contextmanager
