@@ -237,6 +237,14 @@ def hmac_sha256(key: bytes, data: bytes, /) -> bytes: ...
 def libcrypto_version() -> str: ...
 def use_libcrypto(file: str, /) -> None: ...
 
+class Ways:
+    """The pairs of interfaces by which a rank reaches one peer, and the news of them."""
+
+    def __init__(self, count: int, /) -> None: ...
+    def next(self) -> tuple[int, bool, str] | None: ...  # a way; whether it works; why not
+    @property
+    def in_use(self) -> bool: ...  # by links
+
 class TransportContext:
     """What the links of one transport share in this process, such as open RDMA devices."""
 
@@ -448,7 +456,9 @@ class Communicator:
     ) -> None: ...
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
-    def adopt_control(self, fd: int, seal: Seal | None, peer: int, /) -> None: ...
+    def adopt_control(
+        self, fd: int, seal: Seal | None, peer: int, /, ways: Ways | None = None
+    ) -> None: ...
     def adopt_link(
         self,
         lane: str,
@@ -457,6 +467,8 @@ class Communicator:
         peer: int,
         timeout: float,
         /,
+        ways: Ways | None = None,
+        roles: Sequence[tuple[int, bool]] = (),  # of each: its way; whether it acknowledges
     ) -> None: ...
     # Once, when all links are made.
     def join(self, family: Family, /) -> None: ...

@@ -15,6 +15,7 @@
 #include "gradwire/exec/trace/counting.h"
 #include "gradwire/exec/trace/recorder.h"
 #include "gradwire/transport/transport.h"
+#include "gradwire/transport/ways/ways.h"
 
 namespace gradwire::bind {
 namespace {
@@ -46,17 +47,26 @@ OwnedRequest make_request(const std::string& collective, const std::string& dtyp
 }
 
 // Takes over the descriptor, even if a later line throws.
-void adopt_control(CommunicatorHandle& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer) {
+void adopt_control(CommunicatorHandle& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer,
+                   shared_ptr<transport::Ways> ways) {
   transport::Connection connection(UniqueFd(fd), std::move(seal));
+  connection.ways = std::move(ways);
   self.get().adopt_control(std::move(connection), peer);
 }
 
 void adopt_link(CommunicatorHandle& self, const std::string& lane, const std::string& transport,
                 const std::vector<std::pair<int, shared_ptr<crypto::Seal>>>& streams, Rank peer,
-                double timeout) {
+                double timeout, const shared_ptr<transport::Ways>& ways,
+                const std::vector<std::pair<int, bool>>& roles) {
   std::vector<transport::Connection> all;
   for (const auto& [fd, seal] : streams) all.emplace_back(UniqueFd(fd), seal);
   if (all.empty()) throw InvalidArgument("a link needs a socket");
+  if (ways && roles.size() != all.size()) throw InvalidArgument("each socket belongs to a way");
+  for (std::size_t i = 0; ways && i < all.size(); ++i) {
+    all[i].ways = ways;
+    std::tie(all[i].way, all[i].acknowledges) = roles[i];
+    if (all[i].way < 0 || all[i].way >= ways->count()) throw InvalidArgument("no such way");
+  }
   transport::Connection connection = std::move(all.front());
   for (auto& each : std::span(all).subspan(1)) connection.more.push_back(std::move(each));
   self.get().adopt_link(parse_lane(lane), transport, std::move(connection), peer, timeout,
@@ -173,8 +183,11 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("tag") = 0, py::arg("about") = "", py::arg("contexts") = transport::Contexts{},
         py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr,
         py::arg("progress") = nullptr)
-      .def("adopt_control", &adopt_control, WithoutLock())
-      .def("adopt_link", &adopt_link, WithoutLock())
+      .def("adopt_control", &adopt_control, WithoutLock(), py::arg(), py::arg(), py::arg(),
+           py::arg("ways") = nullptr)
+      .def("adopt_link", &adopt_link, WithoutLock(), py::arg(), py::arg(), py::arg(), py::arg(),
+           py::arg(), py::arg("ways") = nullptr,
+           py::arg("roles") = std::vector<std::pair<int, bool>>())
       .def("join", on_core<&exec::Communicator::join, shared_ptr<exec::Family>>, WithoutLock());
 }
 

@@ -4,11 +4,13 @@
 
 #include "gradwire/bind/module.h"
 #include "gradwire/transport/transport.h"
+#include "gradwire/transport/ways/ways.h"
 
 namespace gradwire::bind {
 
 using transport::TransportContext;
 using transport::TransportKind;
+using transport::Ways;
 
 namespace {
 
@@ -43,6 +45,17 @@ auto open(const std::string& name, const transport::Settings& settings) {
 }  // namespace
 
 void bind_transport(py::module_& m) {
+  py::class_<Ways, std::shared_ptr<Ways>>(m, "Ways")
+      .def(py::init<int>())
+      .def("next",
+           [](Ways& self) -> std::optional<std::tuple<int, bool, std::string>> {
+             const auto news = self.next();
+             if (!news) return std::nullopt;
+             return std::tuple(news->way, news->works, news->why);
+           })
+      // Two are the object's own pointer and the argument.
+      .def_property_readonly(
+          "in_use", [](const std::shared_ptr<Ways>& self) { return self.use_count() > 2; });
   py::class_<TransportContext, std::shared_ptr<TransportContext>>(m, "TransportContext")
       .def("describe", &TransportContext::describe)
       .def("networks", &TransportContext::networks);

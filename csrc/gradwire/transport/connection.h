@@ -19,10 +19,22 @@ struct Stream {
   Stream(int borrowed, crypto::Seal* keys = nullptr) : socket(borrowed), seal(keys) {}
 };
 
+class Ways;
+
+// The numbers of a link's streams that carry messages, and of the ways over which they go.
+struct StreamCounts {
+  int streams = 1;
+  int ways = 1;
+};
+
 struct Connection {
   UniqueFd socket;
   std::shared_ptr<crypto::Seal> seal;  // null: the traffic is plain
   std::vector<Connection> more;
+  // Where a pair of ranks has several ways; the same object for all of their sockets.
+  std::shared_ptr<Ways> ways;
+  int way = 0;
+  bool acknowledges = false;  // carries acknowledgements and no messages
 
   Connection() = default;
   Connection(UniqueFd owned, std::shared_ptr<crypto::Seal> keys = {})
@@ -30,6 +42,7 @@ struct Connection {
 
   bool valid() const noexcept { return socket.valid(); }
   Stream stream() const noexcept { return {socket.get(), seal.get()}; }
+  StreamCounts counts() const noexcept;
 };
 
 }  // namespace gradwire::transport

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +13,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/transport/socket.h"
+#include "gradwire/transport/ways/tcp_silence.h"
 
 namespace gradwire::transport {
 namespace {
@@ -19,6 +21,8 @@ namespace {
 // How many frames that only inform are sent to a peer before it has read the first of them.
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
+constexpr timespec kLook{0, 250'000'000};  // between two looks at who is silent by all ways
+constexpr double kHeardSeconds = 1.5;      // the keep-alive of a socket asks every second
 constexpr const char* kNotSealed =
     "libcrypto could not encrypt what it was to be sent (out of memory, or the library is broken)";
 constexpr std::uint64_t kMostRanks = std::numeric_limits<Rank>::max();
@@ -74,16 +78,44 @@ void Control::adopt(Connection connection, Rank peer) {
   set_no_delay(connection.socket.get());
   watch(epoll_.get(), connection.socket.get(), EPOLLIN, peer);
   ControlLink& link = link_to(peer);
-  link.connection = std::move(connection);
-  link.incoming.reserve(sizeof(ControlFrame));
-  link.outgoing.reserve(crypto::kRecordExtra + sizeof(ControlFrame));
+  Line& line = link.lines.emplace_back();
+  line.connection = std::move(connection);
+  line.incoming.reserve(sizeof(ControlFrame));
+  line.outgoing.reserve(crypto::kRecordExtra + sizeof(ControlFrame));
+  if (link.lines.size() > 1) watch_silence();
+}
+
+void Control::watch_silence() {
+  if (timer_.valid()) return;
+  timer_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  const itimerspec spec{kLook, kLook};
+  if (!timer_.valid() || ::timerfd_settime(timer_.get(), 0, &spec, nullptr) != 0)
+    throw Error(system_message("timerfd", errno));
+  watch(epoll_.get(), timer_.get(), EPOLLIN, kNoPeer);
+}
+
+// Ends a peer that has been silent by all ways for as long as its host would be dead.
+std::optional<ControlEvent> Control::end_silent() {
+  std::uint64_t rings = 0;
+  if (::read(timer_.get(), &rings, sizeof rings) < 0) return std::nullopt;
+  for (std::size_t peer = 0; peer < links_.size(); ++peer) {
+    const auto& lines = links_[peer].lines;
+    if (lines.empty() || lines.front().connection.ways == nullptr) continue;
+    if (std::ranges::all_of(lines, [](const Line& line) {
+          const auto found = silence_of(line.socket());
+          return found && found->seconds > seconds_to_dead(line.socket());
+        }))
+      return end(static_cast<Rank>(peer), system_message(meaning_of(ETIMEDOUT), ETIMEDOUT));
+  }
+  return std::nullopt;
 }
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
   ControlLink& link = links_[at(peer)];
   if (!connected(peer) || link.unsealable) return true;
-  if (!push_out(link) || !may_send(link, frame.type)) return false;
+  if (!may_send(link, frame.type)) return false;
   frame.received = link.read;
+  frame.number = link.sent;
   if (!put_frame_or_end(link, frame)) return false;
   link.acked = link.read;
   if (frame.type != ControlType::kAck) ++link.sent;
@@ -93,29 +125,34 @@ bool Control::send(Rank peer, ControlFrame frame) noexcept {
 // Sends what fits of a frame, and keeps the rest. Returns false where none of it does, which drops
 // it. A frame that was sealed can't be dropped while the peer lives, as it would miss its number:
 // so it is sealed only where there is room.
-bool Control::put_frame(ControlLink& link, const ControlFrame& frame) {
-  crypto::Seal* seal = link.connection.seal.get();
-  if (seal != nullptr && !has_room(link.socket())) return false;
+bool Control::put_frame(Line& line, const ControlFrame& frame) {
+  if (!push_out(line)) return false;
+  crypto::Seal* seal = line.connection.seal.get();
+  if (seal != nullptr && !has_room(line.socket())) return false;
   if (seal == nullptr)
-    link.outgoing = chars_of(frame);
+    line.outgoing = chars_of(frame);
   else
-    link.outgoing = seal->records(chars_of(frame));
-  const std::size_t whole = link.outgoing.size();
-  if (push_out(link) || link.outgoing.size() < whole) return true;
+    line.outgoing = seal->records(chars_of(frame));
+  const std::size_t whole = line.outgoing.size();
+  if (push_out(line) || line.outgoing.size() < whole) return true;
   const bool dropped = seal == nullptr || !would_block(errno);
-  if (dropped) link.outgoing.clear();
+  if (dropped) line.outgoing.clear();
   return !dropped;
 }
 
 // Frames are numbered by their seal, so after one that libcrypto did not seal none can follow. The
 // doorbell rings for a socket that is shut down.
 bool Control::put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept {
+  bool sent = false;
   try {
-    return put_frame(link, frame);
+    for (Line& line : link.lines) sent |= put_frame(line, frame);
+    return sent;
   } catch (const std::exception&) {
     link.unsealable = true;
-    link.outgoing.clear();
-    ::shutdown(link.socket(), SHUT_RDWR);
+    for (Line& line : link.lines) {
+      line.outgoing.clear();
+      ::shutdown(line.socket(), SHUT_RDWR);
+    }
     return true;
   }
 }
@@ -138,12 +175,12 @@ void Control::ring(Rank peer) noexcept {
   send(peer, frame);
 }
 
-bool Control::push_out(ControlLink& link) {
-  if (link.outgoing.empty()) return true;
-  const ssize_t sent = ::send(link.socket(), link.outgoing.data(), link.outgoing.size(),
+bool Control::push_out(Line& line) {
+  if (line.outgoing.empty()) return true;
+  const ssize_t sent = ::send(line.socket(), line.outgoing.data(), line.outgoing.size(),
                               MSG_DONTWAIT | MSG_NOSIGNAL);
-  if (sent > 0) link.outgoing.erase(0, static_cast<std::size_t>(sent));
-  return link.outgoing.empty();
+  if (sent > 0) line.outgoing.erase(0, static_cast<std::size_t>(sent));
+  return line.outgoing.empty();
 }
 
 bool Control::broadcast(const ControlFrame& frame) noexcept {
@@ -156,57 +193,82 @@ bool Control::broadcast(const ControlFrame& frame) noexcept {
 std::optional<ControlEvent> Control::poll() {
   epoll_event ready{};
   while (::epoll_wait(epoll_.get(), &ready, 1, 0) == 1)
-    if (auto event = read(ready.data.fd)) return event;
+    if (auto event = ready.data.fd == kNoPeer ? end_silent() : read(ready.data.fd)) return event;
   return std::nullopt;
 }
 
 std::optional<ControlEvent> Control::read(Rank peer) {
   ControlLink& link = link_to(peer);
+  for (std::size_t line = link.lines.size(); line-- > 0 && line < link.lines.size();)
+    if (auto event = read(peer, link.lines[line])) return event;
+  return std::nullopt;
+}
+
+std::optional<ControlEvent> Control::read(Rank peer, Line& line) {
+  ControlLink& link = link_to(peer);
   if (link.unsealable) return end(peer, kNotSealed);
-  crypto::Seal* seal = link.connection.seal.get();
+  crypto::Seal* seal = line.connection.seal.get();
   std::array<char, crypto::kRecordExtra + crypto::kMostRecord> bytes;
   // No more than a frame: what follows it may be for this socket's next owner.
   const std::size_t wanted =
-      seal == nullptr ? sizeof(ControlFrame) - link.incoming.size() : seal->missing();
-  const ssize_t got = ::recv(link.socket(), bytes.data(), wanted, MSG_DONTWAIT);
+      seal == nullptr ? sizeof(ControlFrame) - line.incoming.size() : seal->missing();
+  const ssize_t got = ::recv(line.socket(), bytes.data(), wanted, MSG_DONTWAIT);
   if (got < 0 && would_block(errno)) return std::nullopt;
-  if (got < 0) return end(peer, system_message(meaning_of(errno), errno));
-  if (got == 0) return end(peer, "it closed its control connection or died");
-  if (auto ended = open(peer, {bytes.data(), static_cast<std::size_t>(got)})) return ended;
-  if (link.incoming.starts_with(kReleasedMagic)) {
+  if (got < 0) return end_line(peer, line, system_message(meaning_of(errno), errno));
+  if (got == 0) return end_line(peer, line, "it closed its control connection or died");
+  if (auto ended = open(peer, line, {bytes.data(), static_cast<std::size_t>(got)})) return ended;
+  if (line.incoming.starts_with(kReleasedMagic)) {
     link.released = true;
+    Line theirs = std::move(line);
+    link.lines.clear();
+    link.lines.push_back(std::move(theirs));
     return end(peer, "it goes on without this communicator");
   }
-  return link.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer);
+  return line.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer, line);
+}
+
+// The end of a socket is the peer's end where it is the last one.
+std::optional<ControlEvent> Control::end_line(Rank peer, Line& line, const std::string& reason) {
+  auto& lines = link_to(peer).lines;
+  if (lines.size() == 1) return end(peer, reason);
+  unwatch(epoll_.get(), line.socket());
+  lines.erase(lines.begin() + (&line - lines.data()));
+  return std::nullopt;
 }
 
 // Adds what has arrived to the next frame; returns the peer's end where it can't be opened.
-std::optional<ControlEvent> Control::open(Rank peer, std::string_view arrived) try {
-  ControlLink& link = link_to(peer);
-  crypto::Seal* seal = link.connection.seal.get();
+std::optional<ControlEvent> Control::open(Rank peer, Line& line, std::string_view arrived) try {
+  crypto::Seal* seal = line.connection.seal.get();
   if (seal == nullptr) {
-    link.incoming += arrived;
+    line.incoming += arrived;
   } else {
     const auto opened = seal->opened(arrived);
     if (!opened) return end(peer, crypto::kChanged);
-    link.incoming += *opened;
+    line.incoming += *opened;
   }
   return std::nullopt;
 } catch (const Error& error) {
   return end(peer, error.what());
 }
 
-std::optional<ControlEvent> Control::take_frame(Rank peer) {
+std::optional<ControlEvent> Control::take_frame(Rank peer, Line& line) {
   ControlLink& link = link_to(peer);
   ControlEvent event{peer, false, {}};
-  const bool whole = link.incoming.size() == sizeof event.frame;
-  std::memcpy(&event.frame, link.incoming.data(), sizeof event.frame);
-  link.incoming.clear();
+  const bool whole = line.incoming.size() == sizeof event.frame;
+  std::memcpy(&event.frame, line.incoming.data(), sizeof event.frame);
+  line.incoming.clear();
   if (!whole || !is_valid(event.frame, static_cast<int>(links_.size())))
     return end(peer, "it sent bytes that are no control frame");
-  link.peer_acked = event.frame.received;
+  // What came by another way before may be newer.
+  if (static_cast<std::int32_t>(event.frame.received - link.peer_acked) > 0)
+    link.peer_acked = event.frame.received;
   if (event.frame.type == ControlType::kAck) return std::nullopt;
-  ++link.read;
+  if (line.connection.ways == nullptr) {
+    ++link.read;
+  } else {
+    if (static_cast<std::int32_t>(event.frame.number - link.read) < 0) return std::nullopt;
+    link.read = event.frame.number + 1;
+  }
   acknowledge(peer);
   if (event.frame.type == ControlType::kBye) link.bye = true;
   return event;
@@ -214,23 +276,30 @@ std::optional<ControlEvent> Control::take_frame(Rank peer) {
 
 std::optional<Released> Control::release(Rank peer, double timeout) {
   ControlLink& link = link_to(peer);
-  if (!link.connection.valid() || link.unsealable) return std::nullopt;
+  if (link.lines.empty() || link.unsealable) return std::nullopt;
+  const auto heard = std::ranges::find_if(link.lines, [](const Line& line) {
+    const auto found = silence_of(line.socket());
+    return !found || found->seconds < kHeardSeconds;
+  });
+  Line& line = heard == link.lines.end() ? link.lines.front() : *heard;
   const Deadline deadline = Deadline::after(timeout);
-  while (!push_out(link)) {
-    pollfd room{link.socket(), POLLOUT, 0};
+  while (!push_out(line)) {
+    pollfd room{line.socket(), POLLOUT, 0};
     const int ready = ::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds));
     if (ready < 0 || (room.revents & (POLLERR | POLLHUP)) != 0 || deadline.passed())
       return std::nullopt;
   }
-  unwatch(epoll_.get(), link.socket());
-  return Released{std::move(link.connection), std::move(link.incoming)};
+  for (const Line& each : link.lines) unwatch(epoll_.get(), each.socket());
+  Released released{std::move(line.connection), std::move(line.incoming)};
+  link.lines.clear();
+  return released;
 }
 
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
   ControlLink& link = link_to(peer);
-  unwatch(epoll_.get(), link.socket());
+  for (const Line& line : link.lines) unwatch(epoll_.get(), line.socket());
   ++ended_;
-  if (!link.released) link.connection = {};
+  if (!link.released) link.lines.clear();
   if (link.bye) return std::nullopt;
   ControlEvent event{peer, true, {}};
   event.frame.kind = FailureKind::kTransport;

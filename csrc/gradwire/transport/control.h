@@ -1,4 +1,7 @@
-// Control: one authenticated socket to every other rank of a communicator, beside the data links.
+// Control: an authenticated socket to every other rank of a communicator, beside the data links.
+// Where two ranks have several ways to each other there is one for each way: a frame is sent by all
+// of them, and the receiver takes the first that comes. Such sockets outlive an outage of their
+// way; the peer is gone when all have been silent for as long as a dead host may be.
 // It carries few bytes, from which ranks learn the root cause of a failure: who failed and why, who
 // waits for whom, who closed cleanly.
 //
@@ -67,7 +70,8 @@ struct ControlFrame {
   std::uint64_t value = 0;
   std::uint32_t received = 0;    // how many of the receiver's frames the sender has read
   std::uint32_t flags = 0;       // ControlFlags
-  std::array<char, 464> text{};  // zero-padded UTF-8, may be cut: the reason; or the last call
+  std::uint32_t number = 0;      // how many frames the sender has sent before, without kAck
+  std::array<char, 460> text{};  // zero-padded UTF-8, may be cut: the reason; or the last call
 };
 static_assert(sizeof(ControlFrame) == 512);
 
@@ -97,8 +101,9 @@ class Control final : public Bells {
  public:
   Control(Rank rank, int size);
 
-  // Takes over a connected, authenticated stream socket to `peer`. Over TCP it must end when the
-  // peer's host is dead: keep-alive and TCP_USER_TIMEOUT are set (`_bootstrap/keepalive.py`).
+  // Takes over a connected, authenticated stream socket to `peer`; called again for each further
+  // way. Over TCP the only socket must end when the peer's host is dead: keep-alive and
+  // TCP_USER_TIMEOUT are set (`_host/keepalive.py`). One of several must not.
   void adopt(Connection connection, Rank peer);
 
   // Sends a frame. Returns false, and drops the frame, where a live peer reads too slowly for it.
@@ -112,7 +117,8 @@ class Control final : public Bells {
   // Returns the next event that has arrived, if any. A peer's frames come before its end.
   std::optional<ControlEvent> poll();
 
-  // Releases a peer's socket, with no frame partly sent on it. Returns nullopt where there is no
+  // Releases a peer's socket, of several the first by which the peer is heard, with no frame partly
+  // sent on it. Returns nullopt where there is no
   // socket left, or where the frame can't be finished in time. A peer that has released its own end
   // may have sent other bytes than frames by then: they count as its end, and stay for the owner.
   std::optional<Released> release(Rank peer, double timeout);
@@ -130,16 +136,19 @@ class Control final : public Bells {
   bool said_bye(Rank peer) const { return links_.at(at(peer)).bye; }
   bool connected(Rank peer) const {
     const ControlLink& link = links_.at(at(peer));
-    return link.connection.valid() && !link.released;
+    return !link.lines.empty() && !link.released;
   }
 
  private:
-  struct ControlLink {
+  struct Line {
     int socket() const noexcept { return connection.socket.get(); }
 
     Connection connection;
-    std::string incoming;                     // received bytes of the next frame
-    std::string outgoing;                     // unsent bytes of a frame that is partly sent
+    std::string incoming;  // received bytes of the next frame
+    std::string outgoing;  // unsent bytes of a frame that is partly sent
+  };
+  struct ControlLink {
+    std::vector<Line> lines;                  // by way, those that have not ended
     std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
     bool bye = false;
@@ -149,16 +158,21 @@ class Control final : public Bells {
   static bool may_send(const ControlLink& link, ControlType type) noexcept;
   void acknowledge(Rank peer) noexcept;
   ControlLink& link_to(Rank peer) { return links_.at(at(peer)); }
-  static bool push_out(ControlLink& link);
-  static bool put_frame(ControlLink& link, const ControlFrame& frame);
+  static bool push_out(Line& line);
+  static bool put_frame(Line& line, const ControlFrame& frame);
   static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
-  std::optional<ControlEvent> open(Rank peer, std::string_view arrived);
+  void watch_silence();
+  std::optional<ControlEvent> end_silent();
+  std::optional<ControlEvent> open(Rank peer, Line& line, std::string_view arrived);
   std::optional<ControlEvent> read(Rank peer);
-  std::optional<ControlEvent> take_frame(Rank peer);
+  std::optional<ControlEvent> read(Rank peer, Line& line);
+  std::optional<ControlEvent> end_line(Rank peer, Line& line, const std::string& reason);
+  std::optional<ControlEvent> take_frame(Rank peer, Line& line);
   std::optional<ControlEvent> end(Rank peer, const std::string& reason);
 
   Rank rank_;
   UniqueFd epoll_;
+  UniqueFd timer_;  // rings where there are peers of several ways
   std::vector<ControlLink> links_;
   int ended_ = 0;
 };

@@ -27,7 +27,7 @@ void StagedTransport::offer(Connection connection, Rank peer) {
   if (state.linked || state.connection.valid())
     throw InvalidArgument(describe(link_id(peer), "is made already"));
   try {
-    send_hello(connection.stream(), link_id(peer), options_);
+    send_hello(connection.stream(), link_id(peer), options_, connection.counts());
     introduce(connection.stream(), peer);
   } catch (const TransportError&) {  // it is gone; complete() reads what it sent last
   }
@@ -41,7 +41,8 @@ void StagedTransport::complete(const WaitLimit& wait_limit) try {
       if (connection(peer).valid() && !peers_[at(peer)].linked) body(peer);
   };
   each_offered([&](Rank peer) {
-    receive_hello(connection(peer).stream(), link_id(peer), options_, wait_limit);
+    receive_hello(connection(peer).stream(), link_id(peer), options_, wait_limit,
+                  connection(peer).counts());
   });
   each_offered([&](Rank peer) {
     connect(peer, wait_limit);

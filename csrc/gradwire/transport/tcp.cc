@@ -2,9 +2,13 @@
 // far as the kernel's buffers go. A message is sent as prefix, payload and padding to 8 bytes; over
 // a sealed socket payload and padding are encrypted, and a tag follows, which covers the prefix. A
 // sender stages it in a cell and pushes out what a socket takes; a receiver reads each stream into
-// one buffer, in which whole frames are shown in place, in the order of their numbers.
+// one buffer, in which whole frames are shown in place, in the order of their numbers. Where two
+// ranks have several ways to each other, TcpWays has what lets the link outlive one of them.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <array>
@@ -17,11 +21,23 @@
 #include "gradwire/transport/settings_reader.h"
 #include "gradwire/transport/tcp_frames.h"
 #include "gradwire/transport/tcp_traffic.h"
+#include "gradwire/transport/ways/tcp_ways.h"
 
 namespace gradwire::transport {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr const char* kClosed = "the peer closed it or died";
+constexpr const char* kSwallowed =
+    "what was sent on one of its TCP streams was not acknowledged, though others may work";
+// How often links of several streams are looked after, also while their rank sleeps.
+constexpr std::chrono::milliseconds kLook{250};
+// A way is left out while nothing that was sent by it is acknowledged for so long.
+constexpr double kStalledSeconds = 1;
+// A socket of one of several ways takes no more than it can send soon, or one way would have more
+// to do than another at the end of a call.
+constexpr int kMostNotSent = 256 * 1024;
 
 class TcpTransport final : public QueuedTransport {
  public:
@@ -42,16 +58,22 @@ class TcpTransport final : public QueuedTransport {
     ConstBytes unsent;   // of its frame; empty where none of it was sent
     Inbox inbox;
     bool ended = false;
+    int way = 0;
+    TcpStall stall;
   };
   struct TcpLink {
     std::vector<TcpStream> streams;    // one, or more over a long way
     TcpStream* front = nullptr;        // the stream of the message that was shown
     std::uint32_t sent = 0, read = 0;  // frames; not counted where there is one stream
+    std::unique_ptr<TcpWays> ways;     // counts them where there are several ways
+    Clock::time_point look_at;
     bool counts() const noexcept { return streams.size() > 1; }
   };
 
   void connect(Rank peer, const WaitLimit& wait_limit) override;
-  void add_stream(const Stream& wire, Rank peer, bool several);
+  void add_stream(const Connection& from, Rank peer, bool several);
+  void add_way(const Connection& from, Rank peer);
+  void watch_streams();
   std::size_t unsent(Rank peer) const override;
   std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
@@ -61,19 +83,30 @@ class TcpTransport final : public QueuedTransport {
   TcpLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
   std::byte* frame(int cell) noexcept { return frames_[at(cell)].data(); }
   void push_out(Rank peer) override;
-  void push_on(Rank peer) override { push_out(peer); }
+  void push_on(Rank peer) override;
   bool push(TcpStream& stream, Rank peer);
   bool begin_frame(TcpStream& stream, Rank peer);
+  bool begin_kept_frame(TcpStream& stream, Rank peer);
   ConstBytes on_wire(TcpStream& stream, Rank peer);
+  ConstBytes on_wire(TcpStream& stream, ConstBytes kept);
   void finish_frame(TcpStream& stream) noexcept;
   bool read_some(TcpStream& stream, Rank peer);
   void await_frame(TcpStream& stream) noexcept;
   void end_stream(const TcpStream& stream, Rank peer, const std::string& failure);
   void drop_unsent(Rank peer, const std::string& reason);
 
+  std::optional<ConstBytes> arrived_by_ways(Rank peer);
+  void end_way(const TcpStream& stream, Rank peer, const std::string& failure);
+  bool serve_ways(Rank peer);
+  void look_after(Rank peer);
+  void look_after_ways(Rank peer, Clock::time_point now);
+  void end_if_swallowed(Rank peer, Clock::time_point now);
+
   std::shared_ptr<TcpTraffic> traffic_;
   std::vector<TcpLink> links_;
   std::vector<AlignedBuffer> frames_;  // by cell
+  std::vector<Rank> looked_after_;     // peers with several streams
+  UniqueFd timer_;                     // rings the doorbell where there are such peers
   bool armed_ = false;                 // this rank looks once more before it sleeps
 };
 
@@ -91,24 +124,60 @@ TcpTransport::~TcpTransport() {
 
 void TcpTransport::connect(Rank peer, const WaitLimit&) {
   const Connection& all = connection(peer);
-  add_stream(all.stream(), peer, !all.more.empty());
-  for (const Connection& each : all.more) add_stream(each.stream(), peer, true);
+  TcpLink& link = link_to(peer);
+  if (all.ways != nullptr) link.ways = std::make_unique<TcpWays>(all.ways, max_message());
+  add_stream(all, peer, !all.more.empty());
+  for (const Connection& each : all.more) {
+    if (each.acknowledges)
+      add_way(each, peer);
+    else
+      add_stream(each, peer, true);
+  }
+  if (link.counts()) {
+    looked_after_.push_back(peer);
+    watch_streams();
+  }
 }
 
-void TcpTransport::add_stream(const Stream& wire, Rank peer, bool several) {
+void TcpTransport::watch_streams() {
+  if (timer_.valid()) return;
+  timer_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+  constexpr timespec kPeriod{0, std::chrono::nanoseconds(kLook).count()};
+  const itimerspec spec{kPeriod, kPeriod};
+  if (!timer_.valid() || ::timerfd_settime(timer_.get(), 0, &spec, nullptr) != 0)
+    throw Error(system_message("timerfd", errno));
+  watch_descriptor(timer_.get(), EPOLLIN | EPOLLET, kNoPeer);
+}
+
+// The socket of a way's acknowledgements.
+void TcpTransport::add_way(const Connection& from, Rank peer) {
+  set_no_delay(from.socket.get());
+  link_to(peer).ways->add(from.stream(), from.way);
+  watch_descriptor(from.socket.get(), EPOLLIN | EPOLLOUT | EPOLLET, peer);
+}
+
+void TcpTransport::add_stream(const Connection& from, Rank peer, bool several) {
+  const Stream wire = from.stream();
   set_no_delay(wire.socket);
+  if (link_to(peer).ways != nullptr)  // not of a Unix socket, in tests
+    ::setsockopt(wire.socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostNotSent, sizeof kMostNotSent);
   traffic_->add(wire.socket);
   TcpStream& stream = link_to(peer).streams.emplace_back();
   stream.wire = wire;
+  stream.way = from.way;
   stream.inbox = Inbox(max_message(), wire.seal);
   if (wire.seal != nullptr || several) stream.copy = frame_buffer(max_message());
   watch_descriptor(wire.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
 }
 
 std::size_t TcpTransport::unsent(Rank peer) const {
-  const auto sends = [](const TcpStream& stream) { return stream.cell != kNoCell; };
-  const auto sending = std::ranges::count_if(links_[at(peer)].streams, sends);
-  return QueuedTransport::unsent(peer) + static_cast<std::size_t>(sending);
+  const TcpLink& link = links_[at(peer)];
+  const auto sends = [&](const TcpStream& stream) {
+    return !stream.unsent.empty() && (link.ways == nullptr || link.ways->usable(stream.way));
+  };
+  const auto sending = std::ranges::count_if(link.streams, sends);
+  const std::size_t again = link.ways == nullptr ? 0 : link.ways->to_send_again();
+  return QueuedTransport::unsent(peer) + again + static_cast<std::size_t>(sending);
 }
 
 void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers) {
@@ -117,6 +186,12 @@ void TcpTransport::post(int cell, std::size_t bytes, std::span<const Rank> peers
   std::memcpy(frame(cell) + kFrameAt, &prefix, sizeof prefix);
   std::memset(frame(cell) + kPayloadAt + bytes, 0, whole - sizeof prefix - bytes);
   queue(cell, whole, peers);
+}
+
+void TcpTransport::push_on(Rank peer) {
+  if (link_to(peer).counts()) look_after(peer);
+  if (link_to(peer).ways != nullptr) serve_ways(peer);
+  push_out(peer);
 }
 
 // The first stream takes all frames; the next ones those for which it has no room.
@@ -129,11 +204,17 @@ void TcpTransport::push_out(Rank peer) {
 
 // Sends frames until the socket takes no more; returns whether it took all that there were.
 bool TcpTransport::push(TcpStream& stream, Rank peer) {
-  while (stream.cell != kNoCell || begin_frame(stream, peer)) {
+  while (!stream.unsent.empty() || begin_frame(stream, peer)) {
     traffic_->share(stream.wire.socket);
     const ssize_t sent = ::send(stream.wire.socket, stream.unsent.data(), stream.unsent.size(),
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && !would_block(errno)) drop_unsent(peer, system_message("sending failed", errno));
+    if (sent < 0 && !would_block(errno)) {
+      const std::string failure = system_message("sending failed", errno);
+      if (link_to(peer).ways == nullptr)
+        drop_unsent(peer, failure);
+      else
+        end_way(stream, peer, failure);
+    }
     if (sent < 0) return false;
     stream.unsent = stream.unsent.subspan(static_cast<std::size_t>(sent));
     if (stream.unsent.empty()) finish_frame(stream);
@@ -143,6 +224,7 @@ bool TcpTransport::push(TcpStream& stream, Rank peer) {
 
 // Takes the oldest frame of the outbox; returns whether there is one that can be sent.
 bool TcpTransport::begin_frame(TcpStream& stream, Rank peer) {
+  if (link_to(peer).ways != nullptr) return begin_kept_frame(stream, peer);
   if (outbox(peer).empty()) return false;
   stream.cell = outbox(peer).pop();
   try {
@@ -152,6 +234,39 @@ bool TcpTransport::begin_frame(TcpStream& stream, Rank peer) {
     drop_unsent(peer, error.what());
     return false;
   }
+}
+
+// Takes a frame that was lost with another way, or the oldest of the outbox.
+bool TcpTransport::begin_kept_frame(TcpStream& stream, Rank peer) {
+  TcpWays& ways = *link_to(peer).ways;
+  if (!ways.usable(stream.way)) return false;
+  std::optional<std::uint32_t> number = ways.next_again();
+  if (!number && (outbox(peer).empty() || !ways.has_room())) return false;
+  if (!number) {
+    const int cell = outbox(peer).pop();
+    number = ways.keep({frame(cell) + kFrameAt, cell_at(cell).bytes});
+    release_cell(cell);
+  }
+  try {
+    stream.unsent = on_wire(stream, ways.send_by(*number, stream.way));
+    return true;
+  } catch (const Error& error) {  // of libcrypto
+    drop_unsent(peer, error.what());
+    return false;
+  }
+}
+
+// Copies a kept frame, which may be freed before the socket has taken all of it.
+ConstBytes TcpTransport::on_wire(TcpStream& stream, ConstBytes kept) {
+  std::byte* out = stream.copy.data() + kFrameAt;
+  if (stream.wire.seal == nullptr) {
+    std::memcpy(out, kept.data(), kept.size());
+    return {out, kept.size()};
+  }
+  std::memcpy(out, kept.data(), sizeof(Prefix));
+  const ConstBytes prefix(out, sizeof(Prefix));
+  stream.wire.seal->seal(prefix, kept.subspan(sizeof(Prefix)), out + sizeof(Prefix));
+  return {out, kept.size() + crypto::kTagBytes};
 }
 
 // Numbers and seals a frame as it is about to be sent, in place where nobody else will read the
@@ -177,20 +292,21 @@ ConstBytes TcpTransport::on_wire(TcpStream& stream, Rank peer) {
 }
 
 void TcpTransport::finish_frame(TcpStream& stream) noexcept {
-  release_cell(stream.cell);
+  if (stream.cell != kNoCell) release_cell(stream.cell);
   stream.cell = kNoCell;
   stream.unsent = {};
 }
 
 // What the peer sent before may still be here: only arrived() ends the receiving side.
 void TcpTransport::drop_unsent(Rank peer, const std::string& reason) {
-  for (TcpStream& stream : link_to(peer).streams)
-    if (stream.cell != kNoCell) finish_frame(stream);
+  for (TcpStream& stream : link_to(peer).streams) finish_frame(stream);
   drop_outbox(peer, reason);
 }
 
 std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
   TcpLink& link = link_to(peer);
+  if (link.counts()) look_after(peer);
+  if (link.ways != nullptr) return arrived_by_ways(peer);
   const std::uint32_t ahead = link.counts() ? kAhead : 1;
   for (bool more = true; more;) {
     more = false;
@@ -207,8 +323,37 @@ std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
 
 void TcpTransport::consume(Rank peer) {
   TcpLink& link = link_to(peer);
-  link.front->inbox.pop();
-  if (link.counts()) ++link.read;
+  if (link.front != nullptr) link.front->inbox.pop();
+  if (link.ways != nullptr) {
+    link.ways->consume();
+    if (link.ways->owes()) link.ways->acknowledge(/*missing=*/false);
+  } else if (link.counts()) {
+    ++link.read;
+  }
+}
+
+// What comes before its turn is set aside: the frame whose turn it is may come behind it.
+std::optional<ConstBytes> TcpTransport::arrived_by_ways(Rank peer) {
+  TcpLink& link = link_to(peer);
+  TcpWays& ways = *link.ways;
+  if (ways.listens() && serve_ways(peer)) push_out(peer);
+  link.front = nullptr;
+  for (bool more = true; more;) {
+    if (const auto message = ways.set_aside_before()) return message;
+    more = false;
+    for (TcpStream& stream : link.streams) {
+      while (const auto frame = stream.inbox.any(link_id(peer), ways.read(), kMostKept)) {
+        if (frame->number == ways.read()) {
+          link.front = &stream;
+          return frame->payload;
+        }
+        if (!ways.has(frame->number)) ways.set_aside(frame->number, frame->payload);
+        stream.inbox.pop();
+      }
+      more |= read_some(stream, peer);
+    }
+  }
+  return std::nullopt;
 }
 
 bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
@@ -248,13 +393,88 @@ void TcpTransport::await_frame(TcpStream& stream) noexcept {
 void TcpTransport::end_stream(const TcpStream& stream, Rank peer, const std::string& failure) {
   const auto& streams = link_to(peer).streams;
   const std::string reason = failure.empty() ? kClosed : failure;
+  if (link_to(peer).ways != nullptr) return end_way(stream, peer, reason);
   if (!stream.inbox.empty()) return drop_unsent(peer, reason + " in the middle of a message");
   if (!failure.empty() || std::ranges::all_of(streams, &TcpStream::ended))
     drop_unsent(peer, reason);
 }
 
+// The peer is gone when it has ended on all ways. What comes on others counts till then.
+void TcpTransport::end_way(const TcpStream& stream, Rank peer, const std::string& failure) {
+  TcpLink& link = link_to(peer);
+  link.ways->leave_out(stream.way, TcpWays::State::kEnded, failure);
+  for (TcpStream& each : link.streams)
+    if (each.way == stream.way) each.unsent = {};
+  if (std::ranges::all_of(link.streams, &TcpStream::ended)) return drop_unsent(peer, failure);
+  link.ways->acknowledge(/*missing=*/false);  // which says that it has ended
+}
+
+// Hears acknowledgements; returns whether there may be more to send.
+bool TcpTransport::serve_ways(Rank peer) {
+  TcpLink& link = link_to(peer);
+  if (!why_gone(peer).empty()) return false;
+  try {
+    link.ways->hear();
+  } catch (const Error& error) {
+    drop_unsent(peer, error.what());
+    return false;
+  }
+  for (TcpStream& stream : link.streams)
+    if (link.ways->ended(stream.way)) stream.unsent = {};
+  return link.ways->changed();
+}
+
+void TcpTransport::look_after(Rank peer) {
+  TcpLink& link = link_to(peer);
+  const auto now = Clock::now();
+  if (now < link.look_at || !why_gone(peer).empty()) return;
+  link.look_at = now + kLook;
+  if (link.ways == nullptr)
+    end_if_swallowed(peer, now);
+  else
+    look_after_ways(peer, now);
+}
+
+// Such a stream has no TCP_USER_TIMEOUT, since its reader may pause; and while others bring
+// something, nobody would miss it.
+void TcpTransport::end_if_swallowed(Rank peer, Clock::time_point now) {
+  for (TcpStream& stream : link_to(peer).streams) {
+    const double stalled = stream.stall.seconds(stream.wire.socket, now);
+    if (stalled < kStalledSeconds) continue;
+    const double limit = seconds_to_dead(stream.wire.socket);
+    const auto found = silence_of(stream.wire.socket);
+    if (stalled >= limit && found && found->seconds >= limit) return drop_unsent(peer, kSwallowed);
+  }
+}
+
+void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
+  TcpLink& link = link_to(peer);
+  TcpWays& ways = *link.ways;
+  std::vector<double> stalled(at(connection(peer).counts().ways));
+  for (TcpStream& stream : link.streams)
+    stalled[at(stream.way)] =
+        std::max(stalled[at(stream.way)], stream.stall.seconds(stream.wire.socket, now));
+  for (std::size_t way = 0; way < stalled.size(); ++way) {
+    if (stalled[way] >= kStalledSeconds)
+      ways.leave_out(static_cast<int>(way), TcpWays::State::kLeftOut,
+                     "what was sent is not acknowledged");
+    else if (stalled[way] == 0)
+      ways.use_again(static_cast<int>(way));
+  }
+  ways.tell(now);
+  if (ways.misses_one(now)) ways.acknowledge(/*missing=*/true);
+  const double unusable = std::chrono::duration<double>(now - ways.unusable_since(now)).count();
+  if (unusable > seconds_to_dead(link.streams.front().wire.socket))
+    return drop_unsent(peer, "it is reached by no way any more");
+  push_out(peer);
+}
+
 void TcpTransport::arm() {
   armed_ = true;
+  for (const Rank peer : looked_after_) {
+    look_after(peer);
+    if (link_to(peer).ways != nullptr && serve_ways(peer)) push_out(peer);
+  }
   std::array<epoll_event, 64> edges;
   while (::epoll_wait(doorbell(), edges.data(), edges.size(), 0) == edges.size()) continue;
 }

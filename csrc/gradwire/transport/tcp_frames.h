@@ -17,6 +17,9 @@ inline constexpr std::size_t kReadAhead =
 // streams of a link.
 inline constexpr std::uint32_t kAhead = 1U << 24;
 
+// How old a frame may be that comes once more: a way that works again brings what was stuck there.
+inline constexpr std::int32_t kMostBehind = 1 << 28;
+
 struct Prefix {
   std::uint32_t length = 0;
   // ~length XOR the frame's number, which is 0 where a link has one stream: reveals foreign bytes
@@ -84,6 +87,23 @@ class Inbox {
     const Bytes frame(buffer_.data() + begin_, bytes_on_wire(prefix));
     if (seal_ != nullptr && !opens(frame, link)) throw_transport_error(link, crypto::kChanged);
     return frame.subspan(sizeof(Prefix), prefix.length);
+  }
+  // Returns the front frame once all of it is here, whatever its number, which may be ahead of
+  // `next` by less than `ahead`. Returns it once before its pop(). Throws as front() does.
+  struct Numbered {
+    std::uint32_t number;
+    ConstBytes payload;
+  };
+  std::optional<Numbered> any(const LinkId& link, std::uint32_t next, std::uint32_t ahead) {
+    if (size() < sizeof(Prefix)) return std::nullopt;
+    const std::uint32_t number = front_prefix().number();
+    const auto distance = static_cast<std::int32_t>(number - next);
+    const auto payload = front(link, number, 1);
+    if (distance < -kMostBehind || distance >= static_cast<std::int32_t>(ahead))
+      throw_transport_error(link, "impossible frame number " + std::to_string(number) +
+                                      ", the next one is " + std::to_string(next));
+    if (!payload) return std::nullopt;
+    return Numbered{number, *payload};
   }
   // Returns whether all of the front frame is here.
   bool has_frame() { return size() >= sizeof(Prefix) && size() >= bytes_on_wire(front_prefix()); }

@@ -50,7 +50,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
         for name, meaning, unset in settings
     },
     "GRADWIRE_SOCKET_IFNAME": (
-        "network interface, as in NCCL: prefix[,prefix], =exact, ^excluded",
+        "network interfaces, as in NCCL: prefix[,prefix], =exact, ^excluded",
         "the one that reaches the store",
     ),
     "GRADWIRE_PORT": (

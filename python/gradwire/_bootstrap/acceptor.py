@@ -14,12 +14,15 @@ from gradwire._bootstrap.authenticator import Admitted, Authenticator
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._errors import RendezvousError
+from gradwire._host.interfaces import MOST_WAYS
 
 LANES = {"collective": Purpose.COLLECTIVE, "p2p": Purpose.P2P}
 PURPOSES = (Purpose.CONTROL, *LANES.values())
 ACCEPT_SECONDS = 0.02  # after which the accepting thread looks whether it should stop
 
-Key = tuple[int, Purpose, int]  # peer, purpose and number: of streams, from 1
+# Peer, purpose and number: of streams, from 1; of the lane that a socket acknowledges; and
+# MOST_STREAMS more for each way before the socket's.
+Key = tuple[int, Purpose, int]
 Sockets = dict[Key, socket.socket]
 
 
@@ -140,22 +143,35 @@ class Acceptor:
         hello = admitted.hello
         key = _key(hello)
         with self._changed:
-            if hello.purpose == Purpose.CONTROL:
+            if hello.purpose == Purpose.CONTROL and not hello.way:
                 self.expect([hello.source])
             elif hello.purpose == Purpose.COLLECTIVE:
-                numbers = range(1, hello.stream + 1)
+                numbers = range(key[2] + 1, key[2] + hello.stream + 1)
                 self._expected |= {(hello.source, Purpose.STREAM, number) for number in numbers}
+            elif hello.purpose == Purpose.P2P and hello.stream:
+                self._expect_ways(hello)
             if key in self._accepted:  # the peer tried again because it missed our welcome
                 self._accepted[key].close()
             self._accepted[key] = admitted.sock
             self._changed.notify_all()
 
+    def _expect_ways(self, hello: Hello) -> None:
+        ways = [way for way in range(1, MOST_WAYS) if hello.stream >> way & 1]
+        self._expected |= {(hello.source, *each) for each in sockets_of_ways(ways)}
+
     def _may_come(self, hello: Hello) -> bool:
+        announces_ways = hello.purpose == Purpose.P2P and hello.way == 0
         with self._changed:
-            if hello.source in self._claimed or hello.stream >= MOST_STREAMS:
+            if hello.source in self._claimed or hello.way >= MOST_WAYS:
                 return False
-            first = hello.purpose == Purpose.CONTROL and hello.source in self._unsettled
-            return first or _key(hello) in self._expected
+            if hello.stream >= MOST_STREAMS and not announces_ways:
+                return False
+            if hello.purpose == Purpose.CONTROL:
+                if hello.way:  # a way is announced once its first socket is there
+                    return (hello.source, Purpose.CONTROL, 0) in self._accepted
+                if hello.source in self._unsettled:
+                    return True
+            return _key(hello) in self._expected
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
         mesh = self._mesh
@@ -168,6 +184,17 @@ class Acceptor:
             )
 
 
+def sockets_of_ways(ways: Sequence[int]) -> list[tuple[Purpose, int]]:
+    """The purposes and numbers of the sockets of further ways, but for control and more streams."""
+    data = [(purpose, way * MOST_STREAMS) for way in ways for purpose in LANES.values()]
+    lanes = range(len(LANES))
+    acks = [
+        (Purpose.ACKNOWLEDGE, way * MOST_STREAMS + lane) for way in (0, *ways) for lane in lanes
+    ]
+    return data + acks
+
+
 def _key(hello: Hello) -> Key:
-    number = hello.stream if hello.purpose == Purpose.STREAM else 0
-    return hello.source, hello.purpose, number
+    numbered = hello.purpose in (Purpose.STREAM, Purpose.ACKNOWLEDGE)
+    number = hello.stream if numbered else 0
+    return hello.source, hello.purpose, number + hello.way * MOST_STREAMS

@@ -15,14 +15,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
+from gradwire._base.environment import MOST_STREAMS
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap import endpoints, relay
-from gradwire._bootstrap.acceptor import LANES, PURPOSES, Acceptor, Sockets
-from gradwire._bootstrap.endpoints import listen, open_socket, require_route
+from gradwire._bootstrap.acceptor import LANES, PURPOSES, Acceptor, Sockets, sockets_of_ways
+from gradwire._bootstrap.endpoints import listen, open_socket, open_way, require_route
 from gradwire._bootstrap.handshake import (
     HandshakeError,
     Hello,
@@ -38,6 +40,7 @@ from gradwire._bootstrap.mesh import (
     Mesh,
     Peer,
     RelayPlace,
+    WaySocket,
     choose_relay,
     choose_transport,
     unpack_address_info,
@@ -45,9 +48,11 @@ from gradwire._bootstrap.mesh import (
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.identity import host_identity
-from gradwire._host.interfaces import LOOPBACK, Choice
+from gradwire._host.interfaces import LOOPBACK, Choice, Interface, ways_between
+from gradwire._host.keepalive import outlive_outages
 from gradwire._host.streams import further_streams
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
+from gradwire._host.ways import name_of_way
 
 # An all_gather of bytes by any means: all ranks' in rank order, on every rank, by the deadline.
 Exchange = Callable[[bytes, Deadline], Sequence[bytes]]
@@ -59,12 +64,14 @@ _TURN_SECONDS = 3.0
 # For an attempt to connect where there may be another way. The kernel looks for a host for 3 s, so
 # that the second attempt hears that it is not there.
 _BRIEF_SECONDS = 2.0
+_WAY_SECONDS = 1.0  # in which two interfaces reach each other, or are no way
 # Errors after which a retry is useless: the peer's address leads nowhere from here.
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT)
 
 _log = logging.getLogger("gradwire")
 
 _unreachable: set[str] = set()  # hosts to which only the relay led from here
+_no_ways: set[tuple[str, str, str]] = set()  # own interface, a peer's host and address
 _relays: dict[int, RelayPlace] = {}  # the last one of each job, by its tag
 
 
@@ -128,6 +135,7 @@ class _Attempt:
         self._relay: relay.Dial | None = None
         self._relayed: set[int] = set()  # peers to which this rank connects by the relay
         self._registration: relay.Registration | None = None
+        self._ways: dict[int, dict[int, tuple[Interface, tuple[str, int]]]] = {}  # by peer
 
     def run(self, exchange: Exchange) -> None:
         self._acceptor.start()
@@ -145,13 +153,14 @@ class _Attempt:
         self._await_higher()
         accepted = self._acceptor.close()
         self._sockets |= accepted
-        for peer, purpose, _ in accepted:
-            if purpose == Purpose.CONTROL and self._relay is None:
+        for peer, purpose, number in accepted:
+            if purpose == Purpose.CONTROL and number == 0 and self._relay is None:
                 self._compare_source(peer)
         self._mesh.hosts = tuple(info.host for info in self._addresses)
         self._mesh.names = tuple(info.name.rpartition(":")[0] for info in self._addresses)
         self._mesh.site_names = tuple(info.site for info in self._addresses)
         self._mesh.peers = {peer: self._peer(peer, self._transports[peer]) for peer in others}
+        self._close_unused()
         self._end_registration()
 
     def discard(self) -> None:
@@ -227,29 +236,57 @@ class _Attempt:
     def _go_on(self, peer: int, transport: str, control: socket.socket) -> None:
         """Makes the other sockets to a peer; the first one shows how long the way is."""
         self._sockets[peer, Purpose.CONTROL, 0] = control
-        more = further_streams(control, transport)
-        for purpose, announced in ((Purpose.COLLECTIVE, more), (Purpose.P2P, 0)):
-            self._add(peer, purpose, transport, announced)
-        self._connect_streams(peer, transport, more)
+        ways = self._find_ways(peer, transport)
+        streams = {way: self._streams_of(peer, transport, way) for way in (0, *ways)}
+        for purpose, announced in (
+            (Purpose.COLLECTIVE, streams[0]),
+            (Purpose.P2P, sum(1 << way for way in ways)),
+        ):
+            self._add(peer, purpose, transport, 0, announced)
+        rest = sockets_of_ways(ways) if ways else []
+        self._at_once(
+            lambda purpose, number: self._add(
+                peer,
+                purpose,
+                transport,
+                number,
+                streams[number // MOST_STREAMS] if purpose == Purpose.COLLECTIVE else None,
+            ),
+            rest,
+        )
+        self._at_once(
+            lambda number: self._add(peer, Purpose.STREAM, transport, number),
+            [
+                (way * MOST_STREAMS + stream,)
+                for way, count in streams.items()
+                for stream in range(1, count + 1)
+            ],
+        )
         self._acceptor.settle(peer)
 
-    def _add(self, peer: int, purpose: Purpose, transport: str, stream: int) -> None:
-        sock = self._connect(peer, purpose, transport, stream)
-        assert sock is not None
-        self._sockets[peer, purpose, stream if purpose == Purpose.STREAM else 0] = sock
+    def _streams_of(self, peer: int, transport: str, way: int) -> int:
+        return further_streams(self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS], transport)
 
-    def _connect_streams(self, peer: int, transport: str, count: int) -> None:
-        """Makes the further streams at once, since each takes three round trips."""
+    def _add(
+        self, peer: int, purpose: Purpose, transport: str, number: int, says: int | None = None
+    ) -> None:
+        """Makes a socket, whose hello says its own number where it has nothing else to say."""
+        way, stream = divmod(number, MOST_STREAMS)
+        sock = self._connect(peer, purpose, transport, stream if says is None else says, way)
+        assert sock is not None
+        self._sockets[peer, purpose, number] = sock
+
+    def _at_once(self, call: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+        """Makes sockets at once, since each takes three round trips."""
         errors: list[Exception] = []
 
-        def connect(stream: int) -> None:
+        def connect(*given: Any) -> None:
             try:
-                self._add(peer, Purpose.STREAM, transport, stream)
+                call(*given)
             except Exception as error:
                 errors.append(error)
 
-        numbers = range(1, count + 1)
-        threads = [AuthenticatingThread(target=connect, args=(number,)) for number in numbers]
+        threads = [AuthenticatingThread(target=connect, args=each) for each in arguments]
         for each in threads:
             each.start()
         for each in threads:
@@ -257,8 +294,42 @@ class _Attempt:
         if errors:
             raise errors[0]
 
+    def _find_ways(self, peer: int, transport: str) -> list[int]:
+        """Tries other pairs of interfaces; the ways that lead to the peer, besides the first."""
+        info, own = self._addresses[peer], self._own
+        if not (own.further or info.further) or not self._has_ways(peer, transport):
+            return []
+        mine = [self._mesh.interface.interface]
+        mine += [Interface(each.interface, each.address) for each in own.further]
+        theirs = [(info.address, info.port), *((each.address, each.port) for each in info.further)]
+        found = dict(enumerate(ways_between(mine, theirs), 1))
+        self._ways[peer] = found
+        self._at_once(lambda way: self._try_way(peer, way), [(way,) for way in found])
+        numbers = [(way, way * MOST_STREAMS) for way in found]
+        return [way for way, key in numbers if (peer, Purpose.CONTROL, key) in self._sockets]
+
+    def _has_ways(self, peer: int, transport: str) -> bool:
+        info = self._addresses[peer]
+        known = not (info.advertised or self._own.advertised or peer in self._relayed)
+        return transport == "tcp" and known and self._is_beyond(peer) and not info.is_unix_only
+
+    def _try_way(self, peer: int, way: int) -> None:
+        interface, place = self._ways[peer][way]
+        pair = interface.name, self._addresses[peer].host, place[0]
+        if pair in _no_ways:
+            return
+        try:
+            limit = self._deadline.within(_WAY_SECONDS)
+            sock = open_way(interface, place, limit)
+            sock = self._prove(sock, peer, Purpose.CONTROL, 0, way, limit)
+        except OSError as error:
+            _no_ways.add(pair)
+            _log.debug("%s leads to no rank %d at %s port %d: %s", interface, peer, *place, error)
+        else:
+            self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS] = sock
+
     def _connect(
-        self, peer: int, purpose: Purpose, transport: str, stream: int = 0
+        self, peer: int, purpose: Purpose, transport: str, stream: int = 0, way: int = 0
     ) -> socket.socket | None:
         """A socket to a peer; None where the peer makes all, as it may until the first is there."""
         info, first = self._addresses[peer], purpose == Purpose.CONTROL
@@ -269,7 +340,8 @@ class _Attempt:
             if first and self._acceptor.is_taken(peer):
                 return None
             try:
-                return self._authenticate(self._open(peer, transport, first), peer, purpose, stream)
+                sock = self._open(peer, transport, first, way)
+                return self._authenticate(sock, peer, purpose, stream, way)
             except SettingsError as error:
                 raise RendezvousError(
                     f"rank {self._mesh.rank} and rank {peer} ({info.name}) cannot connect: {error}"
@@ -304,7 +376,9 @@ class _Attempt:
         _unreachable.add(self._addresses[peer].host)
         return True
 
-    def _open(self, peer: int, transport: str, first: bool) -> socket.socket:
+    def _open(self, peer: int, transport: str, first: bool, way: int) -> socket.socket:
+        if way:
+            return open_way(*self._ways[peer][way], self._deadline.within(_BRIEF_SECONDS))
         info, relayed = self._addresses[peer], peer in self._relayed
         if first and info.only_connects and self._is_beyond(peer) and not relayed:
             raise OSError(errno.EHOSTUNREACH, "it accepts no connections from other hosts")
@@ -352,26 +426,33 @@ class _Attempt:
         peer: int,
         purpose: Purpose,
         stream: int = 0,
+        way: int = 0,
         limit: Deadline | None = None,
     ) -> socket.socket | None:
         """Proves this rank on a socket; None where the peer has made the first one of the pair."""
         if purpose != Purpose.CONTROL:
-            return self._prove(sock, peer, purpose, stream, limit)
+            return self._prove(sock, peer, purpose, stream, way, limit)
         if not self._acceptor.claim(peer):
             sock.close()
             return None
         try:
-            return self._prove(sock, peer, purpose, stream, limit)
+            return self._prove(sock, peer, purpose, stream, way, limit)
         except BaseException:
             self._acceptor.give_up(peer)
             raise
 
     def _prove(
-        self, sock: socket.socket, peer: int, purpose: Purpose, stream: int, limit: Deadline | None
+        self,
+        sock: socket.socket,
+        peer: int,
+        purpose: Purpose,
+        stream: int,
+        way: int,
+        limit: Deadline | None,
     ) -> socket.socket:
         job, mesh = self._mesh.job, self._mesh
         listener = self._addresses[peer].listener
-        numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream, listener
+        numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream, listener, way
         hello = Hello(job.name, purpose, *numbers)
         return client_handshake(sock, hello, job.secret, limit or self._deadline)
 
@@ -408,8 +489,8 @@ class _Attempt:
     def _check_peers(self) -> None:
         """Raises when another rank has given up, or has ended without reporting a failure."""
         self._raise_if_peer_failed(0)
-        for (peer, purpose, _), sock in (self._sockets | self._acceptor.accepted()).items():
-            if purpose == Purpose.CONTROL and _has_ended(sock):
+        for (peer, purpose, number), sock in (self._sockets | self._acceptor.accepted()).items():
+            if purpose == Purpose.CONTROL and number == 0 and _has_ended(sock):
                 # It may have reported why, or have followed another failure.
                 self._raise_if_peer_failed(_POLL_SECONDS)
                 raise self._lost_peer_error(
@@ -442,13 +523,48 @@ class _Attempt:
             lane: Link(transport, self._sockets[peer, purpose, 0])
             for lane, purpose in LANES.items()
         }
-        links["collective"] = links["collective"]._replace(streams=self._streams(peer))
+        links["collective"] = links["collective"]._replace(streams=self._streams(peer, 0))
         same_host = self._addresses[peer].host == self._own.host
-        return Peer(same_host, self._sockets[peer, Purpose.CONTROL, 0], links)
+        made = Peer(same_host, self._sockets[peer, Purpose.CONTROL, 0], links)
+        mine = self._ways_made(peer)
+        if mine:
+            self._add_ways(made, peer, mine)
+        return made
 
-    def _streams(self, peer: int) -> tuple[socket.socket, ...]:
-        mine = {key: sock for key, sock in self._sockets.items() if key[0] == peer}
-        return tuple(mine[key] for key in sorted(mine) if key[1] == Purpose.STREAM)
+    def _ways_made(self, peer: int) -> list[int]:
+        """The further ways to a peer, as the rank has announced them that connected."""
+        keys = (key for key in self._sockets if key[:2] == (peer, Purpose.P2P))
+        return sorted(number // MOST_STREAMS for *_, number in keys if number)
+
+    def _streams(self, peer: int, way: int) -> tuple[socket.socket, ...]:
+        mine = [key for key in sorted(self._sockets) if key[:2] == (peer, Purpose.STREAM)]
+        return tuple(self._sockets[key] for key in mine if key[2] // MOST_STREAMS == way)
+
+    def _add_ways(self, made: Peer, peer: int, ways: list[int]) -> None:
+        """Adds the sockets of further ways, which are numbered anew from 1."""
+        for lane, (name, purpose) in enumerate(LANES.items()):
+            sockets = []
+            for way, number in enumerate((0, *ways)):
+                first = number * MOST_STREAMS
+                if way:
+                    streams = self._streams(peer, number) if lane == 0 else ()
+                    data = self._sockets[peer, purpose, first], *streams
+                    sockets += [WaySocket(sock, way, False) for sock in data]
+                ack = self._sockets[peer, Purpose.ACKNOWLEDGE, first + lane]
+                sockets.append(WaySocket(ack, way, True))
+            made.links[name] = made.links[name]._replace(by_ways=tuple(sockets))
+        control = [self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS] for way in (0, *ways)]
+        made.controls = tuple(control[1:])
+        made.ways = tuple(map(name_of_way, control))
+        for sock in made.sockets():
+            outlive_outages(sock)
+
+    def _close_unused(self) -> None:
+        """Closes the first sockets of ways on which the peer gave up."""
+        used = {id(sock) for peer in self._mesh.peers.values() for sock in peer.sockets()}
+        for sock in self._sockets.values():
+            if id(sock) not in used:
+                sock.close()
 
 
 def _one_at_a_time(call: Callable[[float], None]) -> Callable[[float], None]:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 import socket
+from dataclasses import replace
 
 from gradwire._base import environment
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import shared_port
 from gradwire._bootstrap.authenticator import BACKLOG, open_listener
-from gradwire._bootstrap.handshake import dial
-from gradwire._bootstrap.mesh import NOWHERE, AddressInfo
+from gradwire._bootstrap.handshake import bind_to_device, dial
+from gradwire._bootstrap.mesh import NOWHERE, AddressInfo, WayPlace
 from gradwire._errors import RendezvousError
 from gradwire._host.identity import host_identity, process_name
-from gradwire._host.interfaces import Choice, Interface, Target, family_of, is_loopback
+from gradwire._host.interfaces import (
+    Choice,
+    Interface,
+    Target,
+    family_of,
+    further,
+    is_loopback,
+)
 from gradwire._host.transport_kinds import KINDS, networks_of
+
+_log = logging.getLogger("gradwire")
 
 CONNECT_SECONDS = 20.0  # in which a host that can be reached answers a connection attempt
 
@@ -46,7 +57,35 @@ def listen(transports: tuple[str, ...], choice: Choice) -> tuple[list[socket.soc
     relays = shared and advertised != NOWHERE
     site = environment.text("GRADWIRE_SITE") or ""
     where = (unix, address, port, name, networks, advertised, number, relays, site)
-    return listeners, AddressInfo(host_identity(), process_name(), transports, *where)
+    info = AddressInfo(host_identity(), process_name(), transports, *where)
+    if not beyond or shared or advertised or "tcp" not in transports:
+        return listeners, info
+    more, places = _listen_further(choice.interface)
+    return listeners + more, replace(info, further=places)
+
+
+def _listen_further(chosen: Interface) -> tuple[list[socket.socket], tuple[WayPlace, ...]]:
+    """Listens at further interfaces, where that can be."""
+    listeners, places = [], []
+    for each in further(chosen):
+        listener = socket.socket(each.family, socket.SOCK_STREAM)
+        bind_to_device(listener, each.name)
+        try:
+            listener.bind(each.target(each.address, 0))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            _log.debug("cannot listen on %s: %s", each, error)
+            continue
+        listeners.append(listener)
+        places.append(WayPlace(each.name, each.address, listener.getsockname()[1]))
+    return listeners, tuple(places)
+
+
+def open_way(own: Interface, place: tuple[str, int], deadline: Deadline) -> socket.socket:
+    """Connects to a peer's address by an interface; raises OSError."""
+    target, source = own.target(*place), own.target(own.address, 0)
+    return dial(own.family, target, deadline.left, source, own.name)
 
 
 def _listen_beyond(interface: Interface) -> tuple[list[socket.socket], int]:

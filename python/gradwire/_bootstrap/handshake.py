@@ -1,6 +1,7 @@
 """The handshake: both ends of a socket prove that they know the secret, and get keys for it.
 
-    client  hello(magic, version, purpose, listener, job, communicator, epoch, from, to)  48 bytes
+    client  hello(magic, version, way, purpose, listener, job, communicator, epoch,
+                  from, to)                                                       48 bytes
             Noise -> psk, e: the client's Side                                    60 bytes
     server  Noise <- e, ee: the server's Side                                     60 bytes
     client  Noise transport message: nothing                                      16 bytes
@@ -44,8 +45,8 @@ from gradwire._host.user_namespace import stands_for_all_unmapped
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a request that must follow
 
 _MAGIC = b"GWJ1"
-_VERSION = 4
-_HELLO = struct.Struct("<4sHBBQ16sIIii")
+_VERSION = 5
+_HELLO = struct.Struct("<4sBBBBQ16sIIii")
 HELLO_BYTES = _HELLO.size
 _ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
@@ -88,9 +89,15 @@ class Purpose(enum.IntEnum):
     JOIN = 7
     STREAM = 8
     RELAY = 9
+    ACKNOWLEDGE = 10
 
 
-_DATA = (Purpose.COLLECTIVE, Purpose.P2P, Purpose.STREAM)  # their readers may pause
+_DATA = (
+    Purpose.COLLECTIVE,
+    Purpose.P2P,
+    Purpose.STREAM,
+    Purpose.ACKNOWLEDGE,
+)  # their readers may pause
 OF_CLIENTS_THAT_MAY_STOP = (*_DATA, Purpose.SERVE, Purpose.COORDINATE)
 
 
@@ -98,7 +105,9 @@ OF_CLIENTS_THAT_MAY_STOP = (*_DATA, Purpose.SERVE, Purpose.COORDINATE)
 class Hello:
     """The client's first frame: who opens a socket to whom, and for what.
 
-    A socket for collectives says how many streams more it will have; each of these, its number.
+    A socket for collectives says how many streams more it will have on its way; each of these, its
+    number. The first one for messages says which further ways there are, as bits; one for
+    acknowledgements, the number of its lane.
     """
 
     job: str
@@ -109,17 +118,18 @@ class Hello:
     target: int = 0
     stream: int = 0
     listener: int = 0  # which of those that share a port; see `shared_port`
+    way: int = 0  # the pair of interfaces
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
         numbers = (self.communicator, self.epoch, self.source, self.target)
-        head = _MAGIC, _VERSION, self.purpose, self.stream, self.listener
+        head = _MAGIC, _VERSION, self.way, self.purpose, self.stream, self.listener
         return _HELLO.pack(*head, job_digest(self.job), *numbers)
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
     """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
-    magic, version, purpose, stream, listener, digest, *numbers = _HELLO.unpack(frame)
+    magic, version, way, purpose, stream, listener, digest, *numbers = _HELLO.unpack(frame)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
     if version != _VERSION:
@@ -130,17 +140,17 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
         found = Hello(job, Purpose(purpose), *numbers)
     except ValueError:
         raise HandshakeError(f"its purpose {purpose} is unknown") from None
-    return replace(found, stream=stream, listener=listener)
+    return replace(found, stream=stream, listener=listener, way=way)
 
 
 def listener_in(frame: bytes) -> int:
     """The number of the listener that a frame from outside asks for, which may be no hello."""
-    return int(_HELLO.unpack(frame)[4])
+    return int(_HELLO.unpack(frame)[5])
 
 
 def purpose_in(frame: bytes) -> int:
     """The purpose in a frame from outside, which may be no hello."""
-    return int(_HELLO.unpack(frame)[2])
+    return int(_HELLO.unpack(frame)[3])
 
 
 def job_digest(job: str) -> bytes:
@@ -169,11 +179,18 @@ def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     return data
 
 
-def dial(family: int, target: Any, seconds: float, source: Target | None = None) -> socket.socket:
-    """Connects within some seconds, over TCP from the `source`, if any; raises OSError."""
+def dial(
+    family: int, target: Any, seconds: float, source: Target | None = None, device: str = ""
+) -> socket.socket:
+    """Connects within some seconds, over TCP from the `source`, if any; raises OSError.
+
+    By an interface named `device` alone, where the kernel lets this user ask for it.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(seconds)
+        if device:
+            bind_to_device(sock, device)
         if source is not None:
             sock.bind(source)
         sock.connect(target)
@@ -183,6 +200,12 @@ def dial(family: int, target: Any, seconds: float, source: Target | None = None)
         sock.close()
         raise
     return sock
+
+
+def bind_to_device(sock: socket.socket, device: str) -> None:
+    """Keeps a socket to one interface, where the kernel allows it: Linux does since 5.7."""
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
 
 
 def client_handshake(

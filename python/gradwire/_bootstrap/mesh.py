@@ -21,7 +21,7 @@ from gradwire import _core
 from gradwire._base.texts import read_fields
 from gradwire._errors import RendezvousError
 from gradwire._host.identity import host_identity
-from gradwire._host.interfaces import LOOPBACK, Choice
+from gradwire._host.interfaces import LOOPBACK, MOST_WAYS, Choice
 from gradwire._host.tcp_sockets import TcpSocket
 from gradwire._host.transport_kinds import KINDS
 
@@ -61,16 +61,33 @@ class Membership:
         return replace(self, epoch=self.epoch + 1, joined=joined)
 
 
+class WaySocket(NamedTuple):
+    """A socket on a way: a stream of messages, or one of acknowledgements."""
+
+    sock: socket.socket
+    way: int
+    acknowledges: bool
+
+
 class Link(NamedTuple):
-    """One lane's data socket to a peer, and its transport; over a long way, further streams."""
+    """One lane's data socket to a peer, and its transport; over a long way, further streams.
+
+    Where there are several ways, also the streams of these, and what acknowledges on all.
+    """
 
     transport: str
     sock: socket.socket
     streams: tuple[socket.socket, ...] = ()
+    by_ways: tuple[WaySocket, ...] = ()
 
     def sockets(self) -> tuple[socket.socket, ...]:
-        """The data socket and the further streams."""
-        return (self.sock, *self.streams)
+        """The data socket, the further streams, and the sockets of further ways."""
+        return (self.sock, *self.streams, *(each.sock for each in self.by_ways))
+
+    def roles(self) -> list[tuple[int, bool]]:
+        """The way of each of the sockets(), and whether it acknowledges."""
+        first = [(0, False)] * (1 + len(self.streams))
+        return first + [(each.way, each.acknowledges) for each in self.by_ways]
 
 
 @dataclass
@@ -80,10 +97,16 @@ class Peer:
     same_host: bool
     control: socket.socket
     links: dict[str, Link]
+    controls: tuple[socket.socket, ...] = ()  # of further ways
+    ways: tuple[str, ...] = ()  # names of all ways, where there are several
 
     def sockets(self) -> Iterable[socket.socket]:
         """All of the peer's sockets; `detach()` hands one over."""
-        return (self.control, *(sock for link in self.links.values() for sock in link.sockets()))
+        return (
+            self.control,
+            *self.controls,
+            *(sock for link in self.links.values() for sock in link.sockets()),
+        )
 
 
 @dataclass
@@ -123,6 +146,14 @@ class Mesh:
                 sock.close()
 
 
+class WayPlace(NamedTuple):
+    """Where a rank listens at a further interface."""
+
+    interface: str
+    address: str
+    port: int
+
+
 class RelayPlace(NamedTuple):
     """Where a relay listens."""
 
@@ -149,6 +180,7 @@ class AddressInfo:
     relays: bool = False  # whether it relays for others at its port
     site: str = ""
     relay: RelayPlace | None = None  # that it knows, be it its own one
+    further: tuple[WayPlace, ...] = ()  # interfaces besides that of the address
 
     def pack(self) -> bytes:
         """Encodes all fields as JSON."""
@@ -192,6 +224,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "relays": bool,
     "site": str,
     "relay": (list, NoneType),
+    "further": list,
 }
 _MAX_BYTES = 4096
 _MAX_CHARACTERS = 255
@@ -222,7 +255,23 @@ def _read_address_info(found: dict[str, Any]) -> AddressInfo:
     ipaddress.ip_address(found["address"])
     lists = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
     relay = None if found["relay"] is None else _read_relay(found["relay"])
-    return AddressInfo(**{**found, **lists, "relay": relay})
+    if len(found["further"]) >= MOST_WAYS:
+        raise ValueError("it has more interfaces than are used")
+    further = tuple(map(_read_way_place, found["further"]))
+    return AddressInfo(**{**found, **lists, "relay": relay, "further": further})
+
+
+def _read_way_place(found: Any) -> WayPlace:
+    """Checks a further interface alike; raises ValueError."""
+    if not isinstance(found, list) or len(found) != 3:
+        raise ValueError("an interface of it has other fields")
+    name, address, port = found
+    if not _is_plain(name) or type(address) is not str:
+        raise ValueError("a text of its interfaces is too long, or not printable")
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ValueError("an interface's port is out of range")
+    ipaddress.ip_address(address)
+    return WayPlace(name, address, port)
 
 
 def _read_relay(found: list[Any]) -> RelayPlace:

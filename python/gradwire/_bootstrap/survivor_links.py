@@ -23,6 +23,7 @@ from typing import NamedTuple
 from gradwire import _core
 from gradwire._base.texts import read_fields
 from gradwire._errors import RendezvousError
+from gradwire._host.keepalive import fail_with_host
 from gradwire._host.sealed_socket import take_over
 
 MOST_JOINERS = 64  # of one leader in one resize
@@ -145,7 +146,9 @@ class SurvivorLinks:
         self._links: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
         for peer, fd, seal, received in released:
-            self.add(peer, take_over(fd, seal), received)
+            sock = take_over(fd, seal)
+            fail_with_host(sock, always_read=True)  # one of several ways did not
+            self.add(peer, sock, received)
 
     def add(self, peer: int, sock: socket.socket, received: bytes = b"") -> None:
         """Takes over the socket of a peer; those from `size` on are no ranks, but joiners."""

@@ -13,7 +13,8 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from gradwire._base import environment
@@ -25,6 +26,7 @@ _IFF_UP = 0x1
 _IFF_RUNNING = 0x40  # has a carrier: a bridge without members is up but leads nowhere
 _IFREQ = struct.Struct("16sHxx4s16x")  # name, family, port, IPv4 address
 _IFCONF = struct.Struct("iP")
+MOST_WAYS = 8  # between two ranks
 _UNUSABLE = 0x40 | 0x08  # IPv6: tentative, or found to be in use by another host
 
 # Interfaces for containers and virtual machines, often with the same address on every host.
@@ -172,6 +174,66 @@ def choose(towards: str | None, *, several_hosts: bool, reached: Collection[str]
         if each.address in map(_bare, reached) and not each.loopback:
             return Choice(each, "other hosts reach the store, which is on this one, at it")
     return guess()
+
+
+def further(chosen: Interface) -> list[Interface]:
+    """Interfaces that are used besides the chosen one, one address of each.
+
+    Those that GRADWIRE_SOCKET_IFNAME names. Where it names none, network cards as fast as the
+    chosen one: no VPN, no bridge, no wireless one.
+    """
+    if chosen.loopback:
+        return []
+    pattern = environment.text("GRADWIRE_SOCKET_IFNAME") or "^"
+    found = {
+        each.name: each
+        for each in reversed(interfaces())
+        if each.family == chosen.family
+        and matches(each.name, pattern)
+        and not (each.loopback or _is_link_local(each) or each.name == chosen.name)
+    }
+    if pattern.startswith("^"):
+        speed = _speed(chosen.name)
+        found = {name: each for name, each in found.items() if 0 < speed == _speed(name)}
+    return sorted(found.values())[: MOST_WAYS - 1]
+
+
+def _speed(name: str) -> int:
+    """The rate of a wired network card in Mbit/s; 0 for everything else."""
+    folder = Path("/sys/class/net") / name
+    if not (folder / "device").exists() or (folder / "wireless").exists():
+        return 0
+    try:
+        return max(0, int((folder / "speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def ways_between(
+    own: Sequence[Interface], theirs: Sequence[tuple[str, int]]
+) -> list[tuple[Interface, tuple[str, int]]]:
+    """Pairs of own interfaces and a peer's addresses, in which each of both is, besides the first.
+
+    An address is reached by the interface to which the routing table leads, or by one that has no
+    pair yet where that one has. Whether the pairs reach each other remains to be tried.
+    """
+    used, found = {own[0].name}, []
+    for place in theirs[1:]:
+        free = [each for each in own if each.name not in used]
+        routed = [each for each in own if each.holds(_source_towards(*place))]
+        unused = [each for each in routed if each in free] or free or routed
+        if unused:
+            used.add(unused[0].name)
+            found.append((unused[0], place))
+    found += [(each, theirs[0]) for each in own if each.name not in used]
+    return found[: MOST_WAYS - 1]
+
+
+def _source_towards(host: str, port: int) -> str:
+    try:
+        return address_towards(host, port)
+    except RendezvousError:  # no route leads there
+        return ""
 
 
 def loopback() -> Choice:

@@ -22,6 +22,23 @@ def host_timeout() -> float:
     return environment.seconds(_VARIABLE)
 
 
+# Linux's TCP_RTO_MAX_MS, since 6.15; older kernels wait up to two minutes between two attempts.
+_RTO_MAX = 44
+_OUTAGE_SECONDS = 3600  # that a socket outlives
+
+
+def outlive_outages(sock: socket.socket) -> None:
+    """Has a TCP socket of one of several ways live on while nothing gets through.
+
+    It goes on when something does. Whether the peer's host is dead is then for the core to judge,
+    by all ways and by the times of fail_with_host().
+    """
+    with contextlib.suppress(OSError):  # it has ended already
+        limit = _OUTAGE_SECONDS * 1000
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, 1000)
+
+
 def fail_with_host(sock: socket.socket, *, always_read: bool) -> None:
     """Makes a TCP socket fail before its peer's host has been silent for host_timeout().
 

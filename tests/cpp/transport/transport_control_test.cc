@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "gradwire/transport/ways/ways.h"
 #include "transport_harness.h"
 
 namespace gradwire::transport {
@@ -104,6 +105,57 @@ TEST_P(ControlOver, TheEndAfterAByeIsSilent) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sockets, ControlOver, testing::Values("shm", "tcp"));
+
+// Two ranks with two ways to each other.
+struct ByTwoWays {
+  ByTwoWays() {
+    for (int way = 0; way < 2; ++way) {
+      Ends ends = tcp_ends();
+      descriptors[at(way)] = ends.first.get();
+      Connection here(std::move(ends.first)), there(std::move(ends.second));
+      here.ways = there.ways = std::make_shared<Ways>(2);
+      one->adopt(std::move(here), 1);
+      other.adopt(std::move(there), 0);
+    }
+  }
+  std::unique_ptr<Control> one = std::make_unique<Control>(0, 2);
+  Control other{1, 2};
+  std::array<int, 2> descriptors{};
+};
+
+TEST(ControlByWays, EachFrameComesOnceAndInOrder) {
+  ByTwoWays pair;
+  for (std::uint64_t i = 0; i < 50; ++i) pair.one->send(1, frame_of(ControlType::kPosition, i));
+  for (std::uint64_t i = 0; i < 50; ++i) EXPECT_EQ(wait_for_event(pair.other).frame.value, i);
+  pair.one->send(1, frame_of(ControlType::kBye, 50));
+  EXPECT_EQ(wait_for_event(pair.other).frame.value, 50U);
+}
+
+TEST(ControlByWays, ThePeerEndsWithTheLastWay) {
+  for (const std::size_t first : {0U, 1U}) {
+    ByTwoWays pair;
+    ::shutdown(pair.descriptors[first], SHUT_RDWR);
+    pair.one->send(1, frame_of(ControlType::kPosition, 1));
+    EXPECT_EQ(wait_for_event(pair.other).frame.value, 1U);
+    pair.one->send(1, frame_of(ControlType::kPosition, 2));
+    EXPECT_EQ(wait_for_event(pair.other).frame.value, 2U);
+    pair.one.reset();
+    EXPECT_TRUE(wait_for_event(pair.other).gone);
+    EXPECT_FALSE(pair.other.connected(0));
+  }
+}
+
+TEST(ControlByWays, OneSocketIsReleasedAndTheOtherClosed) {
+  ByTwoWays pair;
+  auto released = pair.one->release(1, kTestSeconds);
+  ASSERT_TRUE(released);
+  EXPECT_FALSE(pair.one->connected(1));
+  ASSERT_EQ(::send(released->connection.socket.get(), kReleasedMagic.data(), 4, 0), 4);
+  EXPECT_TRUE(wait_for_event(pair.other).gone);
+  const auto theirs = pair.other.release(0, kTestSeconds);
+  ASSERT_TRUE(theirs);
+  EXPECT_EQ(theirs->received, kReleasedMagic);
+}
 
 TEST(Control, AFrameArrivesByteByByte) {
   Lonely lonely;

@@ -1,0 +1,92 @@
+"""How much faster two interfaces are than one, for gradwire's all_reduce, in turns.
+
+    sudo .venv/bin/python -m bench.network.two_interfaces     # 1 minute
+
+Two hosts, which are network namespaces, are joined by two pairs of veth devices, each of which
+`tc … tbf` holds to a rate at both ends. In turns ranks use the first one alone, or both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
+import numpy as np
+from hosts import Network
+
+from bench.common import report
+from bench.common.machine import OtherLoad
+from bench.network.two_interfaces_report import document
+
+SETTINGS = {"one": "=eth0", "both": "eth"}  # GRADWIRE_SOCKET_IFNAME
+_WARM_UP = 2
+
+
+@contextlib.contextmanager
+def two_links(mbit: float) -> Iterator[Network]:
+    """Two hosts, joined by two links of this rate."""
+    network = Network(2)
+    with contextlib.closing(network):
+        network.add_bridge("br1")
+        shaped = f"qdisc add dev {{}} root tbf rate {mbit:g}mbit burst 128k latency 20ms"
+        for host, there in enumerate(network.hosts):
+            network.plug(host, "eth1", [f"10.78.0.{host + 1}/24"], "br1")
+            for interface in ("eth0", "eth1"):
+                there.command("tc", *shaped.format(interface).split())
+        for there in network.hosts:
+            there.await_states()
+        yield network
+
+
+def all_reduces(network: Network, pattern: str, size: int, turns: int) -> list[float]:
+    """The Mbit/s each way of each of some all_reduces of `size` bytes."""
+
+    def body(comm: Any, pipe: Any) -> list[float]:
+        x, found = np.ones(size // 4, np.float32), []
+        for _ in range(_WARM_UP + turns):
+            x[:] = 1
+            comm.barrier()
+            start = time.perf_counter()
+            comm.all_reduce(x)
+            found.append(size * 8e-6 / (time.perf_counter() - start))
+            assert (x == 2).all()
+        return found[_WARM_UP:]
+
+    setting = {"GRADWIRE_SOCKET_IFNAME": pattern}
+    return list(network.values(range(2), body, environment=lambda _: setting)[0])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The rates with one interface and with both, in turns."""
+    rates: dict[str, list[float]] = {}
+    with two_links(options.mbit) as network:
+        for _ in range(options.rounds):
+            for name, pattern in SETTINGS.items():
+                found = all_reduces(network, pattern, options.bytes, options.turns)
+                rates.setdefault(name, []).extend(found)
+    return {"bytes": options.bytes, "mbit": options.mbit, "rates": rates}
+
+
+def main() -> None:
+    """Measures, and writes bench/results/two-interfaces-DATE.json and .md."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--bytes", type=int, default=64 << 20)
+    parser.add_argument("--mbit", type=float, default=500)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    load = OtherLoad()
+    found = measure(options)
+    stamp = report.stamp("bench.network.two_interfaces", load)
+    report.write(options.output, "two-interfaces", {**stamp, **found}, document)
+
+
+if __name__ == "__main__":
+    main()

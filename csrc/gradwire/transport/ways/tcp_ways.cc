@@ -1,0 +1,260 @@
+#include "gradwire/transport/ways/tcp_ways.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "gradwire/base/error.h"
+
+namespace gradwire::transport {
+namespace {
+
+using std::chrono::milliseconds;
+
+// After which the state of a way is told: a peer that ends does so on all ways at once.
+constexpr milliseconds kTell{200};
+// For how long a frame is missing before the peer is asked for it, and how long before that it must
+// have been sent: kernels on the way acknowledge what they have, not what has arrived.
+constexpr milliseconds kMissing{3000};
+constexpr milliseconds kSentBefore{2500};
+constexpr const char* kForeign = "it acknowledged a frame that it was not sent";
+
+}  // namespace
+
+TcpWays::TcpWays(std::shared_ptr<Ways> ways, std::size_t max_message)
+    : all_(std::move(ways)), max_message_(max_message), ways_(at(all_->count())) {}
+
+TcpWays::~TcpWays() {
+  for (int way = 0; way < all_->count(); ++way) all_->use_again(way, this, /*silently=*/true);
+}
+
+// ---- Ways --------------------------------------------------------------------------------------
+
+void TcpWays::leave_out(int number, State state, const std::string& why) {
+  Way& way = ways_[at(number)];
+  if (way.state == State::kEnded || way.state == state) return;
+  if (way.state == State::kUsed) {
+    way.since = Clock::now();
+    way.why = why;
+  }
+  way.state = state;
+  for (std::uint32_t i = 0; i < kept_.size(); ++i)
+    if (kept_[i].way == number) send_again(first_ + i);
+  changed_ = true;
+}
+
+void TcpWays::use_again(int number) {
+  Way& way = ways_[at(number)];
+  if (way.state != State::kLeftOut) return;
+  way.state = State::kUsed;
+  if (std::exchange(way.told, false)) all_->use_again(number, this);
+  changed_ = true;
+}
+
+void TcpWays::tell(Clock::time_point now) {
+  for (int number = 0; number < all_->count(); ++number) {
+    Way& way = ways_[at(number)];
+    if (way.state == State::kUsed || way.told || now - way.since < kTell) continue;
+    way.told = true;
+    all_->leave_out(number, this, way.why);
+  }
+}
+
+TcpWays::Clock::time_point TcpWays::unusable_since(Clock::time_point now) noexcept {
+  const bool any =
+      std::ranges::any_of(ways_, [](const Way& way) { return way.state == State::kUsed; });
+  if (any) unusable_.reset();
+  if (!any && !unusable_) unusable_ = now;
+  return unusable_.value_or(now);
+}
+
+std::uint16_t TcpWays::ended_ones() const noexcept {
+  unsigned ones = 0;
+  for (std::size_t way = 0; way < ways_.size(); ++way)
+    if (ways_[way].state == State::kEnded) ones |= 1U << way;
+  return static_cast<std::uint16_t>(ones);
+}
+
+// ---- Sending -----------------------------------------------------------------------------------
+
+std::uint32_t TcpWays::keep(ConstBytes frame) {
+  const std::uint32_t number = first_ + static_cast<std::uint32_t>(kept_.size());
+  Kept& made = kept_.emplace_back();
+  made.frame = buffer();
+  made.bytes = frame.size();
+  std::byte* out = made.frame.data() + kFrameAt;
+  std::memcpy(out, frame.data(), frame.size());
+  Prefix prefix;
+  std::memcpy(&prefix, out, sizeof prefix);
+  prefix = Prefix(prefix.length, number);
+  std::memcpy(out, &prefix, sizeof prefix);
+  return number;
+}
+
+void TcpWays::send_again(std::uint32_t number) {
+  if (std::exchange(kept(number).again, true)) return;
+  again_.push_back(number);
+}
+
+std::optional<std::uint32_t> TcpWays::next_again() noexcept {
+  while (!again_.empty()) {
+    const std::uint32_t number = again_.front();
+    again_.pop_front();
+    if (number - first_ >= kept_.size()) continue;  // acknowledged meanwhile
+    kept(number).again = false;
+    return number;
+  }
+  return std::nullopt;
+}
+
+ConstBytes TcpWays::send_by(std::uint32_t number, int way) {
+  Kept& frame = kept(number);
+  frame.way = way;
+  frame.sent = Clock::now();
+  return {frame.frame.data() + kFrameAt, frame.bytes};
+}
+
+void TcpWays::free_until(std::uint32_t next) {
+  if (next == first_) return;
+  for (; first_ != next; ++first_) {
+    give_back(std::move(kept_.front().frame));
+    kept_.pop_front();
+  }
+  changed_ = true;
+}
+
+// ---- Receiving ---------------------------------------------------------------------------------
+
+bool TcpWays::has(std::uint32_t number) const noexcept {
+  return static_cast<std::int32_t>(number - read_) < 0 || early_.contains(number);
+}
+
+void TcpWays::set_aside(std::uint32_t number, ConstBytes payload) {
+  Early& made = early_[number];
+  made.payload = buffer();
+  made.bytes = payload.size();
+  std::memcpy(made.payload.data(), payload.data(), payload.size());
+}
+
+std::optional<ConstBytes> TcpWays::set_aside_before() noexcept {
+  const auto found = early_.find(read_);
+  if (found == early_.end()) return std::nullopt;
+  return ConstBytes(found->second.payload.data(), found->second.bytes);
+}
+
+void TcpWays::consume() noexcept {
+  if (const auto found = early_.find(read_++); found != early_.end()) {
+    give_back(std::move(found->second.payload));
+    early_.erase(found);
+  }
+}
+
+bool TcpWays::misses_one(Clock::time_point now) noexcept {
+  const bool missing = !early_.empty() && !early_.contains(read_);
+  if (!missing || missed_ != read_ || !misses_) misses_ = now;
+  missed_ = read_;
+  if (!missing || now - *misses_ < kMissing) return false;
+  misses_ = now;  // and asks once more after as long
+  return true;
+}
+
+// Buffers are used again: freshly allocated memory of this size costs page faults.
+AlignedBuffer TcpWays::buffer() {
+  if (spare_.empty()) return frame_buffer(max_message_);
+  AlignedBuffer found = std::move(spare_.back());
+  spare_.pop_back();
+  return found;
+}
+
+void TcpWays::give_back(AlignedBuffer spare) { spare_.push_back(std::move(spare)); }
+
+// ---- Acknowledgements --------------------------------------------------------------------------
+
+void TcpWays::acknowledge(bool missing) {
+  told_ = read_;
+  const Acknowledgement said{read_, ended_ones(), static_cast<std::uint16_t>(missing)};
+  for (Way& way : ways_)
+    if (way.state != State::kEnded) send(way.acks, said);
+}
+
+// Where a socket has no room, the peer has not read what was said before; later words replace this.
+void TcpWays::send(AckSocket& socket, const Acknowledgement& said) {
+  push_out(socket);
+  if (!socket.unsent.empty()) return;
+  const std::string_view plain(reinterpret_cast<const char*>(&said), sizeof said);
+  if (socket.wire.seal == nullptr)
+    socket.unsent = plain;
+  else
+    socket.unsent = socket.wire.seal->records(plain);
+  push_out(socket);
+}
+
+// That a socket has failed shows when it is read.
+void TcpWays::push_out(AckSocket& socket) noexcept {
+  if (socket.unsent.empty()) return;
+  const ssize_t sent = ::send(socket.wire.socket, socket.unsent.data(), socket.unsent.size(),
+                              MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent > 0) socket.unsent.erase(0, static_cast<std::size_t>(sent));
+}
+
+void TcpWays::hear() {
+  for (int number = 0; number < all_->count(); ++number) {
+    const Way& way = ways_[at(number)];
+    if (way.state != State::kEnded) push_out(ways_[at(number)].acks);
+    while (way.state != State::kEnded && receive(number)) continue;
+  }
+}
+
+// Returns whether something came.
+bool TcpWays::receive(int way) {
+  AckSocket& socket = ways_[at(way)].acks;
+  std::array<char, 1024> bytes;
+  const ssize_t got = ::recv(socket.wire.socket, bytes.data(), bytes.size(), MSG_DONTWAIT);
+  if (got < 0 && would_block(errno)) return false;
+  if (got <= 0) {
+    leave_out(way, State::kEnded, got < 0 ? system_message("it failed", errno) : "it was closed");
+    return false;
+  }
+  const std::string_view arrived(bytes.data(), static_cast<std::size_t>(got));
+  if (socket.wire.seal == nullptr) {
+    socket.heard += arrived;
+  } else {
+    const auto opened = socket.wire.seal->opened(arrived);
+    if (!opened) throw Error(crypto::kChanged);
+    socket.heard += *opened;
+  }
+  take_all(socket);
+  return true;
+}
+
+void TcpWays::take_all(AckSocket& socket) {
+  Acknowledgement heard;
+  std::size_t done = 0;
+  for (; socket.heard.size() - done >= sizeof heard; done += sizeof heard) {
+    std::memcpy(&heard, socket.heard.data() + done, sizeof heard);
+    take(heard);
+  }
+  socket.heard.erase(0, done);
+}
+
+// What came by a slower way may be older than what is known.
+void TcpWays::take(const Acknowledgement& heard) {
+  const auto ahead = static_cast<std::int32_t>(heard.next - first_);
+  if (ahead > static_cast<std::int32_t>(kept_.size()) || heard.missing > 1 ||
+      (heard.ended >> ways_.size()) != 0)
+    throw Error(kForeign);
+  if (ahead < 0) return;
+  free_until(heard.next);
+  for (int way = 0; way < all_->count(); ++way)
+    if ((heard.ended >> way & 1) != 0)
+      leave_out(way, State::kEnded, "the peer says that it has ended there");
+  if (heard.missing == 0 || kept_.empty()) return;
+  const Kept& frame = kept_.front();
+  if (frame.way < 0 || frame.again || Clock::now() - frame.sent < kSentBefore) return;
+  leave_out(frame.way, State::kEnded, "what was sent does not arrive");
+}
+
+}  // namespace gradwire::transport

@@ -1,0 +1,156 @@
+// tcp over several ways: what was on a way that fails comes by another one, once and in order.
+#include <array>
+
+#include "gradwire/transport/ways/tcp_ways.h"
+#include "transport_harness.h"
+
+namespace gradwire::transport {
+namespace {
+
+constexpr std::size_t kLargest = 1 << 14;
+constexpr int kSmallBuffer = 4096;
+
+// One end's sockets: for each of two ways one for messages and one for acknowledgements.
+using Sockets = std::array<std::array<UniqueFd, 2>, 2>;
+
+Connection by_two_ways(Sockets sockets, const std::shared_ptr<Ways>& ways, bool first) {
+  std::vector<Connection> all;
+  for (int way = 0; way < 2; ++way)
+    for (const bool acknowledges : {false, true}) {
+      Connection& made =
+          all.emplace_back(with_keys(std::move(sockets[at(way)][acknowledges ? 1 : 0]), first));
+      made.ways = ways;
+      made.way = way;
+      made.acknowledges = acknowledges;
+    }
+  Connection connection = std::move(all.front());
+  for (auto& each : std::span(all).subspan(1)) connection.more.push_back(std::move(each));
+  return connection;
+}
+
+class TwoWays : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override {
+    links_are_sealed = GetParam();
+    for (auto& way : near_)
+      for (std::size_t role = 0; role < 2; ++role) {
+        Ends ends = unix_ends();
+        ::setsockopt(ends.first.get(), SOL_SOCKET, SO_SNDBUF, &kSmallBuffer, sizeof kSmallBuffer);
+        way[role] = std::move(ends.first);
+        far_[static_cast<std::size_t>(&way - near_.data())][role] = std::move(ends.second);
+      }
+  }
+  void TearDown() override { links_are_sealed = false; }
+
+  // Puts the test between the ends of a way's messages: they come to the first descriptor, and
+  // leave by the second.
+  std::pair<UniqueFd, UniqueFd> stand_between(std::size_t way) {
+    Ends ends = unix_ends();
+    UniqueFd in = std::exchange(far_[way][0], std::move(ends.first));
+    return {std::move(in), std::move(ends.second)};
+  }
+
+  void connect() {
+    for (Rank rank = 0; rank < 2; ++rank)
+      ranks_.push_back(
+          make_transport("tcp", {.rank = rank, .size = 2, .max_message = kLargest, .messages = 8}));
+    ranks_[0]->offer(by_two_ways(std::move(near_), ways_, true), 1);
+    ranks_[1]->offer(by_two_ways(std::move(far_), std::make_shared<Ways>(2), false), 0);
+    for (auto& rank : ranks_) rank->complete(Deadline::after(kTestSeconds));
+  }
+
+  // Sends so many messages, and receives them; `step` is called after each.
+  template <typename Step>
+  void exchange(std::size_t count, Step step) {
+    const Rank to[] = {1};
+    const auto size_of = [](std::size_t seed) { return 1 + seed * 7919 % kLargest; };
+    std::size_t sent = 0, received = 0;
+    const Deadline deadline = Deadline::after(kTestSeconds);
+    while (received < count) {
+      ASSERT_FALSE(deadline.passed()) << sent << " sent, " << received << " received";
+      while (sent < count && try_send(*ranks_[0], to, size_of(sent), sent)) ++sent;
+      ranks_[0]->flush();
+      if (const auto message = ranks_[1]->peek(0)) {
+        ASSERT_EQ(message->size(), size_of(received));
+        ASSERT_TRUE(matches(*message, received));
+        ranks_[1]->release(0);
+        ++received;
+      }
+      step(received);
+    }
+  }
+
+  Sockets near_, far_;
+  std::shared_ptr<Ways> ways_ = std::make_shared<Ways>(2);
+  Transports ranks_;
+};
+
+constexpr std::size_t kMany = 1000;  // more than a peer keeps without an acknowledgement
+static_assert(kMany > 3 * kMostKept);
+
+TEST_P(TwoWays, MessagesComeInTheOrderOfSending) {
+  connect();
+  exchange(kMany, [](std::size_t) {});
+  EXPECT_FALSE(ways_->next());
+}
+
+// A program that has acknowledged bytes by TCP, and then fails.
+TEST_P(TwoWays, WhatALostWayHasSwallowedComesByTheOther) {
+  auto [in, out] = stand_between(1);
+  connect();
+  std::array<char, 1 << 16> bytes;
+  std::size_t swallowed = 0;
+  exchange(kMany, [&, in = &in, out = &out](std::size_t received) {
+    if (!in->valid()) return;
+    const ssize_t got = ::recv(in->get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (got <= 0) return;
+    if (received < 50) {
+      ASSERT_EQ(::send(out->get(), bytes.data(), static_cast<std::size_t>(got), 0), got);
+    } else if ((swallowed += static_cast<std::size_t>(got)) > kLargest) {
+      in->reset();
+      out->reset();
+    }
+  });
+  EXPECT_GT(swallowed, kLargest);
+}
+
+TEST_P(TwoWays, ThePeerIsGoneWhenAllWaysHaveEnded) {
+  connect();
+  send(*ranks_[0], {1}, 40, 1);
+  ranks_[0].reset();
+  expect_message(*ranks_[1], 0, 40, 1);
+  expect_end(*ranks_[1], 0);
+}
+
+TEST_P(TwoWays, AnAcknowledgementOfWhatWasNotSentEndsThePeer) {
+  if (GetParam()) return;  // a stranger's would not open
+  const int theirs = ::dup(far_[1][1].get());
+  connect();
+  send(*ranks_[0], {1}, 40, 1);
+  const Acknowledgement foreign{.next = 2};
+  ASSERT_EQ(::send(theirs, &foreign, sizeof foreign, 0), static_cast<ssize_t>(sizeof foreign));
+  expect_end(*ranks_[0], 1);
+  ::close(theirs);
+}
+
+INSTANTIATE_TEST_SUITE_P(PlainAndSealed, TwoWays, testing::Bool());
+
+TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {
+  Ways ways(2);
+  const int one = 1, other = 2;
+  ways.leave_out(1, &one, "it was closed");
+  ways.leave_out(1, &other, "reset");
+  const auto failed = ways.next();
+  ASSERT_TRUE(failed);
+  EXPECT_EQ(failed->way, 1);
+  EXPECT_FALSE(failed->works);
+  EXPECT_EQ(failed->why, "it was closed");
+  EXPECT_FALSE(ways.next());
+  ways.use_again(1, &one);
+  EXPECT_FALSE(ways.next());
+  ways.use_again(1, &other);
+  EXPECT_TRUE(ways.next()->works);
+}
+
+}  // namespace
+}  // namespace gradwire::transport
