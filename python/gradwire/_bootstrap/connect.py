@@ -64,6 +64,7 @@ _TURN_SECONDS = 3.0
 # For an attempt to connect where there may be another way. The kernel looks for a host for 3 s, so
 # that the second attempt hears that it is not there.
 _BRIEF_SECONDS = 2.0
+_NO_WAY_SECONDS = 60.0  # in which such ones are not tried again
 _WAY_SECONDS = 1.0  # in which two interfaces reach each other, or are no way
 # Errors after which a retry is useless: the peer's address leads nowhere from here.
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT)
@@ -71,7 +72,8 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETI
 _log = logging.getLogger("gradwire")
 
 _unreachable: set[str] = set()  # hosts to which only the relay led from here
-_no_ways: set[tuple[str, str, str]] = set()  # own interface, a peer's host and address
+# Own interfaces, a peer's host and address, and until when they are not tried again.
+_no_ways: dict[tuple[str, str, str], Deadline] = {}
 _relays: dict[int, RelayPlace] = {}  # the last one of each job, by its tag
 
 
@@ -316,14 +318,14 @@ class _Attempt:
     def _try_way(self, peer: int, way: int) -> None:
         interface, place = self._ways[peer][way]
         pair = interface.name, self._addresses[peer].host, place[0]
-        if pair in _no_ways:
+        if pair in _no_ways and not _no_ways[pair].passed:
             return
         try:
             limit = self._deadline.within(_WAY_SECONDS)
             sock = open_way(interface, place, limit)
             sock = self._prove(sock, peer, Purpose.CONTROL, 0, way, limit)
         except OSError as error:
-            _no_ways.add(pair)
+            _no_ways[pair] = Deadline(_NO_WAY_SECONDS)
             _log.debug("%s leads to no rank %d at %s port %d: %s", interface, peer, *place, error)
         else:
             self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS] = sock

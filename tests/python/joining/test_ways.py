@@ -126,7 +126,7 @@ def _train(comm: Communicator, pipe: Any) -> list[str]:
     log = logging.getLogger("gradwire")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    x = np.empty(200_000, np.float32)
+    x = np.empty(2_000_000, np.float32)  # enough for the second way to be used
     told, call = 0, 0
     while True:
         x[:] = np.arange(x.size) % 97 + comm.rank + call % 5
