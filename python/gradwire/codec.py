@@ -267,8 +267,10 @@ class Threshold(NativeCodec):
 class TopK(NativeCodec):
     """The largest `density` fraction of every block of 32,768 elements, by magnitude.
 
-    At least one element per block is sent, at the precision `values`: "fp32", "fp16" or "bf16". Lin
-    et al. 2018, "Deep Gradient Compression", sec. 3. Biased.
+    At least one element per block is sent, at the precision `values`: "fp32", "fp16", "bf16", or
+    "2bit": the sign, and one of two magnitudes per 512 values. Lin et al. 2018, "Deep Gradient
+    Compression", sec. 3; Sarfi et al. 2025, "Communication Efficient LLM Pre-training with
+    SparseLoCo". Biased.
     """
 
     _name = "topk"

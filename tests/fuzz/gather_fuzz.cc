@@ -17,7 +17,8 @@ constexpr std::array kCodecs = {"fp16",
                                 "onebit:block=32",
                                 "threshold",
                                 "topk",
-                                "topk:density=0.5,values=fp16"};
+                                "topk:density=0.5,values=fp16",
+                                "topk:density=0.5,values=2bit"};
 
 void overwrite(const exec::Array& array, ConstBytes bytes) {
   const std::size_t size = std::min<std::size_t>(array.count, bytes.size());

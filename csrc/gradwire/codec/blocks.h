@@ -110,4 +110,24 @@ struct SparseKernels {
                           std::uint64_t* hits, float* v) noexcept;
 };
 
+// Values in two bits (codec/two_bits.h), by the bits of float32.
+struct TwoBits {
+  static constexpr std::size_t kGroup = 512;           // values
+  static constexpr std::uint32_t kLeastExponent = 27;  // of 2^-100, as floats store it
+
+  static constexpr std::uint32_t exponent(std::uint32_t v) { return v >> 23 & 0xFFU; }
+  // Returns |v| in units of 2^-21 of the power of two with the exponent `top`, rounded down.
+  static constexpr std::uint32_t in_units(std::uint32_t v, std::uint32_t top) {
+    const std::uint32_t own = exponent(v), fraction = v & 0x7FFFFFU;
+    const std::uint32_t shift = 2 + top - (own == 0 ? 1 : own);
+    if (shift > 24) return 0;
+    return (own == 0 ? fraction : fraction | 0x800000U) >> shift;
+  }
+  // Returns the bits of such a unit.
+  static constexpr std::uint32_t unit(std::uint32_t top) { return (top - 21) << 23; }
+  static constexpr std::size_t groups(std::size_t n) { return (n + kGroup - 1) / kGroup; }
+  static constexpr std::size_t level_bytes(std::size_t n) { return 4 * groups(n); }
+  static constexpr std::size_t bytes(std::size_t n) { return level_bytes(n) + (n + 3) / 4; }
+};
+
 }  // namespace gradwire::codec

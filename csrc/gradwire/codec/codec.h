@@ -82,15 +82,16 @@ struct Definition {
     kLowRank,
     kOther,
   };
+  enum class Values : std::uint8_t { kFloat32, kFp16, kBf16, kTwoBits };
   Kind kind = Kind::kOther;
-  float scale = 1;            // fp16
-  std::size_t block = 0;      // int8, int4, onebit
-  bool stochastic = false;    // int8, int4
-  std::uint64_t seed = 0;     // int8, int4
-  float tau = 0;              // threshold; 0: it follows the density
-  double density = 0;         // threshold, topk
-  Kind values = Kind::kNone;  // topk: float32, or fp16, or bf16
-  std::size_t rank = 0;       // lowrank
+  float scale = 1;                   // fp16
+  std::size_t block = 0;             // int8, int4, onebit
+  bool stochastic = false;           // int8, int4
+  std::uint64_t seed = 0;            // int8, int4
+  float tau = 0;                     // threshold; 0: it follows the density
+  double density = 0;                // threshold, topk
+  Values values = Values::kFloat32;  // topk
+  std::size_t rank = 0;              // lowrank
 };
 
 // How long a codec takes in the built-in cost model, until `gradwire tune` has measured it: seconds

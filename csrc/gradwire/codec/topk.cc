@@ -4,6 +4,7 @@
 //   k := density · elements of the block, rounded, at least 1; the k largest |v| are sent, of equal
 //   ones those with the lower index. y := v there, 0 elsewhere; error := v − y.
 //   values=fp16, bf16: y := v in that format, to nearest even, limited to its largest.
+//   values=2bit: y := v in two bits (codec/two_bits.h), as SparseLoCo sends it (Sarfi 2025).
 //   A block with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
 // A block's record in the payload: its positions (codec/sparse.h), then their values.
 //
@@ -17,26 +18,31 @@
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/codec/sparse.h"
 #include "gradwire/codec/spec.h"
+#include "gradwire/codec/two_bits.h"
 
 namespace gradwire::codec {
 namespace {
 
+using Values = Definition::Values;
+
 class TopK final : public SparseCodec {
  public:
-  TopK(const std::string& name, double density, Definition::Kind values)
+  TopK(const std::string& name, double density, Values values)
       : SparseCodec(name, {.kind = Definition::Kind::kTopK, .density = density, .values = values},
                     {1e-10, 2e-11}) {}
 
  private:
-  // Returns the kernels of the format in which values travel; null for float32.
+  // Returns the kernels of the 16-bit format in which values travel; null for other formats.
   const CastKernels* cast() const {
-    const Definition::Kind values = definition().values;
-    if (values == Definition::Kind::kNone) return nullptr;
-    return values == Definition::Kind::kFp16 ? &kernels().fp16 : &kernels().bf16;
+    if (definition().values == Values::kFp16) return &kernels().fp16;
+    return definition().values == Values::kBf16 ? &kernels().bf16 : nullptr;
   }
-  std::size_t value_bytes() const { return cast() == nullptr ? sizeof(float) : 2; }
+  std::size_t bytes_of_values(std::size_t count) const {
+    if (definition().values == Values::kTwoBits) return TwoBits::bytes(count);
+    return count * (cast() == nullptr ? sizeof(float) : sizeof(std::uint16_t));
+  }
   std::size_t most_bytes(std::size_t n) const noexcept override {
-    return most_position_bytes(n) + share_of(definition().density, n) * value_bytes();
+    return most_position_bytes(n) + bytes_of_values(share_of(definition().density, n));
   }
   std::size_t write(const float* x, std::size_t n, const EncodeContext& context,
                     std::byte* out) const override;
@@ -53,15 +59,18 @@ std::size_t TopK::write_values(SparseSource v, float* error, SparseScratch& scra
                                std::byte* out) const {
   const auto index = scratch.positions.all();
   for (std::size_t k = 0; k < index.size(); ++k) scratch.values[k] = v[index[k]];
-  if (cast() == nullptr) {
-    std::memcpy(out, scratch.values.data(), index.size() * sizeof(float));
-    for (std::size_t k = 0; error != nullptr && k < index.size(); ++k) error[index[k]] = 0;
+  const std::span<const float> values(scratch.values.data(), index.size());
+  if (definition().values == Values::kFloat32) {
+    std::memcpy(out, values.data(), values.size_bytes());
+    std::fill_n(scratch.errors.begin(), values.size(), 0.0F);
+  } else if (definition().values == Values::kTwoBits) {
+    write_two_bits(values, out, scratch.errors.data());
   } else {
-    cast()->encode(scratch.values.data(), nullptr, 1, out, scratch.errors.data(), index.size());
-    for (std::size_t k = 0; error != nullptr && k < index.size(); ++k)
-      error[index[k]] = scratch.errors[k];
+    cast()->encode(values.data(), nullptr, 1, out, scratch.errors.data(), values.size());
   }
-  return index.size() * value_bytes();
+  for (std::size_t k = 0; error != nullptr && k < index.size(); ++k)
+    error[index[k]] = scratch.errors[k];
+  return bytes_of_values(index.size());
 }
 
 // The filter passes from block to block, whether or not the caller keeps it for the next call.
@@ -91,9 +100,11 @@ std::size_t TopK::encode_block(SparseSource block, float* error, CodecState* sta
 bool TopK::read_values(PayloadReader& reader, const Positions& positions, bool add,
                        float* y) const {
   const std::span<float> values(SparseScratch::mine().values.data(), positions.count);
-  const ConstBytes in = reader.take(values.size() * value_bytes());
+  const ConstBytes in = reader.take(bytes_of_values(values.size()));
   bool finite = true;
-  if (cast() != nullptr) {
+  if (definition().values == Values::kTwoBits) {
+    finite = read_two_bits(in.data(), values);
+  } else if (cast() != nullptr) {
     finite = cast()->decode(in.data(), 1, values.data(), values.size());
   } else {
     std::memcpy(values.data(), in.data(), in.size());
@@ -109,13 +120,13 @@ bool TopK::read_values(PayloadReader& reader, const Positions& positions, bool a
 }  // namespace
 
 std::shared_ptr<const Codec> make_topk(Parameters& parameters) {
-  using Kind = Definition::Kind;
   const double density = parameters.real("density", 0.001, 1e-9, 1);
-  const std::string values = parameters.choice("values", {"fp32", "fp16", "bf16"});
+  const std::string values = parameters.choice("values", {"fp32", "fp16", "bf16", "2bit"});
   return std::make_shared<TopK>(parameters.canonical(), density,
-                                values == "fp16"   ? Kind::kFp16
-                                : values == "bf16" ? Kind::kBf16
-                                                   : Kind::kNone);
+                                values == "fp16"   ? Values::kFp16
+                                : values == "bf16" ? Values::kBf16
+                                : values == "2bit" ? Values::kTwoBits
+                                                   : Values::kFloat32);
 }
 
 }  // namespace gradwire::codec

@@ -150,7 +150,7 @@ struct Int8Rounding {
 };
 
 enum class CastType : std::int32_t { kFp16, kBf16 };
-enum class Values : std::int32_t { kFloat32, kFp16, kBf16 };  // how topk sends values
+enum class Values : std::int32_t { kFloat32, kFp16, kBf16, kTwoBits };  // how topk sends values
 
 // The most spans of one launch, whose table is among the kernel's arguments (4 KB at most): a call
 // with more spans launches several kernels.

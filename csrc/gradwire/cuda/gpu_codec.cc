@@ -18,8 +18,10 @@ CastType cast_of(const codec::Definition& of) {
 }
 
 Values values_of(const codec::Definition& of) {
-  if (of.values == Kind::kFp16) return Values::kFp16;
-  return of.values == Kind::kBf16 ? Values::kBf16 : Values::kFloat32;
+  using Of = codec::Definition::Values;
+  if (of.values == Of::kTwoBits) return Values::kTwoBits;
+  if (of.values == Of::kFp16) return Values::kFp16;
+  return of.values == Of::kBf16 ? Values::kBf16 : Values::kFloat32;
 }
 
 }  // namespace

@@ -107,6 +107,8 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         names = self._names or map(str, range(len(self._parameters)))  # as the servers know them
         known = dict(zip(names, self._parameters, strict=True))
         given = compression_of(compression)
+        if given.decay != 1:
+            raise InvalidArgument(f"decay={given.decay} is for trainers that average: leave it out")
         self._codecs = PushCodecs(given, known)
         drops = len(self._codecs.used) > 1 or max_staleness is not None
         own = given.feedback if isinstance(given.feedback, ErrorFeedback) else ErrorFeedback()

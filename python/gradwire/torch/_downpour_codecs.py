@@ -29,8 +29,10 @@ class PushCodecs:
         """Adds int8 for the first pushes and for small parameters, where the codec is biased.
 
         Given rules win over that for small parameters, and ``warm_up=0`` over both. Raises
-        InvalidArgument for codecs that are no names.
+        InvalidArgument for codecs that are no names, and for residuals that decay.
         """
+        if given.decay != 1:
+            raise InvalidArgument(f"decay={given.decay} is for trainers that average: leave it out")
         self._rules = [(pattern, _name(each)) for pattern, each in given.rules]
         self._codec, self._until = _name(given.codec), 0
         if native(self._codec).biased and given.warm_up != 0:

@@ -404,7 +404,8 @@ constexpr const char* kSpecs[] = {"none",
                                   "threshold:tau=0.5",
                                   "topk",
                                   "topk:density=0.1",
-                                  "topk:density=0.01,values=fp16"};
+                                  "topk:density=0.01,values=fp16",
+                                  "topk:density=0.1,values=2bit"};
 
 // These, and every other codec as it is without parameters.
 std::vector<std::string> specs() {

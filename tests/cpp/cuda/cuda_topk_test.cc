@@ -6,21 +6,23 @@
 namespace gradwire::cuda {
 namespace {
 
-using Kind = codec::Definition::Kind;
-
 constexpr const char* kSpecs[] = {"topk",
                                   "topk:density=0.01,values=fp16",
                                   "topk:density=0.1",
                                   "topk:density=0.1,values=bf16",
                                   "topk:density=0.6",
                                   "topk:density=0.97,values=fp16",
-                                  "topk:density=1"};
+                                  "topk:density=1",
+                                  "topk:density=0.015625,values=2bit",
+                                  "topk:density=1,values=2bit"};
 
 Values values_of(const codec::Codec& codec) {
-  const Kind kind = codec.definition().values;
-  return kind == Kind::kFp16   ? Values::kFp16
-         : kind == Kind::kBf16 ? Values::kBf16
-                               : Values::kFloat32;
+  using Of = codec::Definition::Values;
+  const Of values = codec.definition().values;
+  return values == Of::kFp16      ? Values::kFp16
+         : values == Of::kBf16    ? Values::kBf16
+         : values == Of::kTwoBits ? Values::kTwoBits
+                                  : Values::kFloat32;
 }
 
 std::size_t slot_bytes(const codec::Codec& codec) { return aligned(codec.max_bytes(kUnit)); }
@@ -64,7 +66,8 @@ void expect_call(const codec::Codec& codec, const Floats& x, Floats& residual,
 TEST(CudaTopK, SendsWhatTheCpuSends) {
   std::mt19937_64 random(1);
   for (const Family& family : kFamilies)
-    for (const char* spec : {kSpecs[random() % 4], kSpecs[4 + random() % 3]}) {
+    for (const char* spec :
+         {kSpecs[random() % 4], kSpecs[4 + random() % 3], kSpecs[7], kSpecs[8]}) {
       const std::size_t lengths[] = {1, 40, kUnit - 1 - random() % 999, kUnit, 2 * kUnit + 33};
       const std::size_t n = lengths[random() % std::size(lengths)];
       SCOPED_TRACE(std::string(spec) + ", " + family.name + ", n=" + std::to_string(n));
@@ -94,7 +97,7 @@ TEST(CudaTopK, TiesGoToTheLowerIndex) {
 
 TEST(CudaTopK, FeedsBackOverCalls) {
   std::mt19937_64 random(3);
-  for (const char* spec : {kSpecs[0], kSpecs[1], kSpecs[3], kSpecs[6]}) {
+  for (const char* spec : {kSpecs[0], kSpecs[1], kSpecs[3], kSpecs[6], kSpecs[7]}) {
     Floats residual(kUnit + 77);
     for (std::uint32_t call = 0; call < 2; ++call) {
       SCOPED_TRACE(std::string(spec) + ", call " + std::to_string(call));
@@ -125,7 +128,7 @@ TEST(CudaTopK, WorksInPlaceAndWithoutAKey) {
 
 TEST(CudaTopK, RefusesWhatTheCpuRefuses) {
   std::mt19937_64 random(5);
-  for (const char* spec : {kSpecs[0], kSpecs[1], kSpecs[2], kSpecs[4]}) {
+  for (const char* spec : {kSpecs[0], kSpecs[1], kSpecs[2], kSpecs[4], kSpecs[8]}) {
     const auto codec = codec::make_codec(spec);
     std::vector<Payload> units = hostile_units(*codec, 12, kUnit, random);
     const std::size_t rest = 1 + random() % 2000;
@@ -138,7 +141,7 @@ TEST(CudaTopK, RefusesWhatTheCpuRefuses) {
 TEST(CudaTopK, ReadsWhatWasCutOffAsTheCpu) {
   std::mt19937_64 random(6);
   for (const std::size_t n : {std::size_t{1}, std::size_t{300}, std::size_t{2000}})
-    for (const char* spec : {kSpecs[0], kSpecs[3], kSpecs[6]}) {
+    for (const char* spec : {kSpecs[0], kSpecs[3], kSpecs[6], kSpecs[7], kSpecs[8]}) {
       const auto codec = codec::make_codec(spec);
       const Floats x = draw(kFamilies[0], n, random), y = draw(kFamilies[0], n, random);
       const Payload whole = encode_on_cpu(*codec, x, {}, nullptr).units[0];

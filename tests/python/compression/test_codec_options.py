@@ -28,7 +28,7 @@ OPTIONS: dict[tuple[type, str], tuple[list[Any], list[Any]]] = {
     (codec.Threshold, "tau"): ([2**-126, 1, 3e38], [0, -0.0, 1e-39, 1e-320, 3.5e38, 1e300, "1"]),
     (codec.Threshold, "density"): ([1e-9, 0.5, 1], [0, -0.0, 9e-10, 1.001, 2, 1e300, "1"]),
     (codec.TopK, "density"): ([1e-9, 0.5, 1], [0, -0.0, 9e-10, 1.001, "0.5,values=fp16", "1"]),
-    (codec.TopK, "values"): (["fp32", "fp16", "bf16"], ["", "fp64", "fp16,density=1", 16]),
+    (codec.TopK, "values"): (["fp32", "fp16", "bf16", "2bit"], ["", "fp64", "fp16,density=1", 16]),
     (codec.LowRank, "rank"): ([1, 4, np.int64(8)], [0, 10**6, 2**32 + 1, 4.0, "4"]),
 }
 # What an option is of no use without.

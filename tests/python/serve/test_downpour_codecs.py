@@ -67,6 +67,11 @@ def test_nonsense_is_refused(codec: Any, warm_up: Any, says: str) -> None:
         PushCodecs(Compression(codec, warm_up=warm_up), PARAMETERS)
 
 
+def test_residuals_that_decay_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="leave it out"):
+        PushCodecs(Compression("onebit", decay=0.9), PARAMETERS)
+
+
 def test_pushes_change_their_codec_when_the_warm_up_is_over(
     stack: ExitStack, server: serve.Server
 ) -> None:

@@ -8,13 +8,15 @@ import gradwire
 import pytest
 import torch
 from gradwire import Communicator, Error, InvalidArgument
-from gradwire.torch import DiLoCo, Stages
+from gradwire.torch import Compression, DiLoCo, Stages
 from local_training import Trainee, batch, bits, sgd, small, weights
 from ranks import on_ranks, outcomes, run
 from torch import nn
 from torch.nn.functional import mse_loss
 
 CODECS = ["none", "bf16", "int8", "onebit", "topk:density=0.05", "lowrank:rank=2"]
+SPARSE_LOCO = {"codec": "topk:density=0.1,values=2bit", "lr": 1, "momentum": 0, "decay": 0.75}
+CODECS.append(str(SPARSE_LOCO["codec"]))
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -93,6 +95,80 @@ def test_what_a_codec_does_not_deliver_is_kept(comm: Communicator, codec: str) -
     given, kept = (sum(each[i] for each in found) for i in (0, 2))
     torch.testing.assert_close(found[0][1] + kept, given, rtol=0, atol=2e-5)
     assert bool(kept.abs().max() > 1e-6) == (codec != "none")
+
+
+def kept_by(trainee: Trainee) -> dict[str, torch.Tensor]:
+    """Residuals by parameter; zeros where there is none yet."""
+    feedback = trainee.outer.feedback
+    assert feedback is not None
+    found = {name: feedback.residual(name) for name, _ in trainee.model.named_parameters()}
+    return {
+        name: torch.from_numpy(found[name]) if len(found[name]) else torch.zeros(each.numel())
+        for name, each in trainee.model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@on_ranks(4)
+def test_residuals_decay_once_in_a_round_and_lose_nothing_else(
+    comm: Communicator, fragments: int
+) -> None:
+    trainee = Trainee(comm, every=2, fragments=fragments, **SPARSE_LOCO)
+    names = list(kept_by(trainee))
+    values = {
+        name: each for part in trainee.outer._steps._parts for name, each in part.values.items()
+    }
+    for _ in range(12):
+        trainee.inner_step()
+        before, kept = {name: values[name].clone() for name in names}, kept_by(trainee)
+        now = dict(trainee.model.named_parameters())
+        given = {name: (before[name] - now[name].detach()).flatten() for name in names}
+        trainee.outer.step()
+        left = kept_by(trainee)
+        for name in names:
+            moved = (before[name] - values[name]).flatten() * comm.size
+            if not moved.any():
+                assert torch.equal(left[name], kept[name])  # it has not travelled
+                continue
+            every = comm.all_gather_object(given[name] + kept[name] - left[name] / 0.75)
+            torch.testing.assert_close(moved, sum(every), rtol=0, atol=1e-5)
+    assert all(each.any() for each in kept_by(trainee).values())
+
+
+@on_ranks(4)
+def test_sparse_loco_agrees_on_every_bit_and_goes_on_from_a_checkpoint(comm: Communicator) -> None:
+    trainee, other = (Trainee(comm, every=2, **SPARSE_LOCO) for _ in range(2))
+    trainee.train(6)
+    other.outer.load_state_dict(trainee.outer.state_dict())
+    other.step_number = trainee.step_number
+    trainee.train(6)
+    other.train(6)
+    found = comm.all_gather_object((bits(trainee.model), bits(other.model)))
+    assert len({each for both in found for each in both}) == 1
+
+
+@on_ranks(2)
+def test_a_round_that_fails_decays_nothing(comm: Communicator) -> None:
+    trainee = Trainee(comm, every=1, **SPARSE_LOCO)
+    trainee.train(2)
+    kept = kept_by(trainee)
+    if comm.rank == 1:
+        next(trainee.model.parameters()).data.fill_(float("nan"))
+    with pytest.raises(InvalidArgument, match="NaN"):
+        trainee.outer.step()
+    assert all(torch.equal(each, kept[name]) for name, each in kept_by(trainee).items())
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5, float("nan"), "0.9", None])
+def test_a_decay_is_a_share(decay: Any) -> None:
+    with pytest.raises(InvalidArgument, match="decay"):
+        Compression("topk", decay=decay)
+
+
+@pytest.mark.parametrize(("codec", "more"), [("auto", {}), ("topk", {"feedback": False})])
+def test_only_residuals_decay(codec: str, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="decay="):
+        Compression(codec, decay=0.9, **more)
 
 
 @on_ranks(2)

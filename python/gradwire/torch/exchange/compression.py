@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
-from gradwire._base.arguments import instance, whole
+from gradwire._base.arguments import instance, number, whole
 from gradwire._base.rules import require_pairs
 from gradwire._calls.requests import native
 from gradwire._errors import InvalidArgument
 from gradwire._feedback import ErrorFeedback
 from gradwire.codec import NativeCodec
+from gradwire.torch.exchange.gradient_scale import persistent_state_of
 from gradwire.torch.exchange.rules import CodecChoice, Rules, is_biased
 
 AUTO = "auto"
@@ -39,6 +40,11 @@ class Compression:
     needs it or changes with the step; True always; False never; ErrorFeedback("bfloat16") in half
     the memory.
 
+    `decay` is the share of a residual that stays from one step to the next: 1 loses nothing. With
+    less, what a codec never delivers fades by intent, and residuals act as a momentum: SparseLoCo
+    (Sarfi et al. 2025, arXiv 2508.15706) is `DiLoCo` with topk, ``decay=0.95``, ``lr=1`` and
+    ``momentum=0``. `Downpour` and the codec "auto" refuse it.
+
     `warm_up` is the number of first steps in which int8 takes the place of a biased codec of
     gradwire's (onebit, threshold, topk, lowrank) that does not change with the step. None is 500,
     about as many as the trainings in docs/compression.md had; a fifth of all steps is a good number
@@ -56,12 +62,20 @@ class Compression:
     min_elements: int = 1024
     feedback: ErrorFeedback | bool | None = None
     warm_up: int | None = None
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         require_pairs(self.rules)
         if self.feedback is not None and not isinstance(self.feedback, bool):
             wanted = "None, True, False or an ErrorFeedback"
             instance(self.feedback, "feedback", ErrorFeedback, wanted)
+        if not 0 <= number(self.decay, "decay") <= 1:
+            raise InvalidArgument(f"decay={self.decay!r} is no share, from 0 to 1")
+        if self.decay != 1 and (self.codec == AUTO or self.feedback is False):
+            raise InvalidArgument(
+                f"decay={self.decay} is for residuals of a codec that you give: leave decay= out, "
+                'or give another codec than "auto", and feedback= other than False'
+            )
         codec = "none" if self.codec == AUTO else self.codec
         Rules(codec, self.rules, self.min_elements)  # refuses what is no codec
         if self.warm_up is not None and whole(self.warm_up, "warm_up", least=0):
@@ -81,13 +95,15 @@ class Compression:
     @property
     def alike(self) -> dict[str, object]:
         """The settings that all ranks must give alike; of codecs their calls tell."""
-        return {"min_elements": self.min_elements, "warm_up": self.warm_up}
+        return {"min_elements": self.min_elements, "warm_up": self.warm_up, "decay": self.decay}
 
     def residuals(self, table: Rules) -> ErrorFeedback | None:
         """The residuals that a table's codecs need, or that were asked for; None for none."""
         if self.feedback is False or (self.feedback is None and not table.needs_feedback):
             return None
-        return self.feedback if isinstance(self.feedback, ErrorFeedback) else ErrorFeedback()
+        found = self.feedback if isinstance(self.feedback, ErrorFeedback) else ErrorFeedback()
+        persistent_state_of(found).decay = self.decay
+        return found
 
     def _require_to_warm_up(self) -> None:
         """Raises InvalidArgument for a codec that a warm-up is not for."""

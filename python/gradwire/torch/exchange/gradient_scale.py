@@ -133,6 +133,7 @@ class PersistentState:
     scale: GradientScale = field(default_factory=GradientScale)  # of the residuals and velocities
     velocities: dict[str, torch.Tensor] = field(default_factory=dict)  # by parameter
     on_gpu: torch.Tensor | None = None  # the loss scale, where only a GPU knows it
+    decay: float = 1.0  # what of a residual stays when a step has kept it
     state: weakref.ref[_HookState] | None = None  # the State that uses them now
 
     def require_free(self, names: Mapping[torch.Tensor, str]) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from gradwire._calls.requests import CodecLike
@@ -63,6 +64,7 @@ class ResidualState:
         self._ranks = ranks
         # Of the step under way:
         self._step = 0  # its number, by which rules choose codecs
+        self._used: dict[str, int] = {}  # keys of its residuals, and their elements
         self._paused = False
 
     def change_rules(self, rules: Rules, feedback: ErrorFeedback | None) -> None:
@@ -92,7 +94,7 @@ class ResidualState:
 
         Raises InvalidArgument when residuals cannot follow it.
         """
-        self._step, self._paused = step, self.paused
+        self._step, self._paused, self._used = step, self.paused, {}
         if not self._paused:
             if scale.loss_scale:
                 self._fetch_scale()
@@ -115,13 +117,19 @@ class ResidualState:
                 yield call._replace(codec=codec, keys=None)
                 continue
             self._note(call)
+            self._used.update(call.keys or ())
             yield call
 
     def end_step(self, ok: bool) -> bool:
         """Keeps all changes of the step or none, alike on all ranks; returns whether it did."""
         if self._paused:
             return False
-        return self.feedback.end_step(ok) if self.feedback is not None else ok
+        if self.feedback is None:
+            return ok
+        kept = self.feedback.end_step(ok)
+        if kept and self._persistent.decay != 1:
+            self._let_decay(self.feedback)
+        return kept
 
     def remove_hooks(self) -> None:
         """Removes hooks on parameters, which outlive this state; no step begins any more."""
@@ -162,6 +170,16 @@ class ResidualState:
 
     def _note(self, call: Call) -> None:
         """Takes note of a call of the step under way."""
+
+    def _let_decay(self, feedback: ErrorFeedback) -> None:
+        """Multiplies the residuals that the step has used; others wait for their own steps."""
+        decay = self._persistent.decay
+        if self._used.keys() == feedback.keys().keys():
+            feedback.scale(decay)
+            return
+        for name, elements in self._used.items():
+            if len(feedback.residual(name)):
+                feedback.multiply(name, np.full(elements, decay, np.float32))
 
     def _follow_on_gpu(self) -> None:
         """Lets residuals follow a loss scale on a GPU, where only that GPU knows it from now on."""

@@ -15,42 +15,19 @@
 namespace gradwire::cuda {
 namespace {
 
-// ---- How values are sent ------------------------------------------------------------------------
-
-struct AsFloat32 {
-  static constexpr unsigned kBytes = sizeof(float);
-  __device__ static std::uint32_t narrow(float v) { return __float_as_uint(v); }
-  __device__ static float widen(std::uint32_t bits) { return __uint_as_float(bits); }
-  __device__ static float lost(float, std::uint32_t) { return 0; }
-};
-
-template <typename Half>
-struct As16Bits {
-  static constexpr unsigned kBytes = sizeof(std::uint16_t);
-  // Narrows a finite value, limited to the largest that Half has.
-  __device__ static std::uint32_t narrow(float v) {
-    const float most = Half::kLargest;
-    return Half::narrow_number(v > most ? most : v < -most ? -most : v);
-  }
-  __device__ static float widen(std::uint32_t bits) {
-    return cuda::widen<Half>(static_cast<std::uint16_t>(bits));
-  }
-  __device__ static float lost(float v, std::uint32_t bits) { return v - widen(bits); }
-};
-
-// Calls body with the class that narrows and widens such values.
-template <typename Body>
-Status with_values(Values values, Body body) {
-  if (values == Values::kFp16) return body(As16Bits<GpuFp16>{});
-  if (values == Values::kBf16) return body(As16Bits<GpuBf16>{});
-  return body(AsFloat32{});
-}
-
 // ---- encode ------------------------------------------------------------------------------------
 
 constexpr unsigned kStagedBytes = 16384;  // largest payload that is assembled in shared memory
 
+// What is known of the groups of values in two bits.
+struct GroupRoom {
+  static constexpr unsigned kMost = kUnit / codec::TwoBits::kGroup;
+  std::uint32_t exponent[kMost], sum[kMost], high_sum[kMost], high_count[kMost], split[kMost];
+  float levels[kMost][2];
+};
+
 struct TopKRoom {
+  GroupRoom groups;
   union {
     SelectRoom select;
     std::uint32_t before[kUnitWords];  // hits before each word
@@ -59,7 +36,7 @@ struct TopKRoom {
   PositionRoom positions;
   std::uint32_t payload[kStagedBytes / 4 + 2];
 };
-static_assert(kStagedBytes >= kMostPositionBytes);
+static_assert(kStagedBytes >= kMostPositionBytes + codec::TwoBits::bytes(kUnit));
 
 // Returns the bits of `ties`, the thread's word, that are among the first `taken` ties of the unit.
 __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
@@ -96,14 +73,180 @@ __device__ unsigned rank_of(const TopKRoom& room, unsigned step) {
   return room.before[word] + bits_before(room.hits[word]);
 }
 
-// Puts the values into shared memory, behind the positions: from byte `at` on.
+// ---- How values are sent ------------------------------------------------------------------------
+// The values of `count` elements take bytes(count), value `rank` kBits from bit place(count, rank)
+// on. `prepare` sees all values first.
+
 template <typename As>
-__device__ void stage_values(TopKRoom& room, const float (&v)[kUnitSteps], unsigned at) {
+struct Alone {  // each value by itself
+  __device__ static unsigned bytes(unsigned count) { return As::kBits / 8 * count; }
+  __device__ static unsigned place(unsigned, unsigned rank) { return As::kBits * rank; }
+  __device__ static void prepare(TopKRoom&, const float (&)[kUnitSteps], unsigned, unsigned) {}
+  __device__ static std::uint32_t narrow(const TopKRoom&, float v, unsigned) {
+    return As::narrow(v);
+  }
+  __device__ static float lost(const TopKRoom&, float v, unsigned) {
+    return As::lost(v, As::narrow(v));
+  }
+  __device__ static float read(Foreign in, unsigned, unsigned rank) {
+    std::uint32_t bits = 0;
+#pragma unroll
+    for (unsigned b = 0; b < As::kBits / 8; ++b)
+      bits |= in.byte(std::uint64_t{As::kBits / 8} * rank + b) << (8 * b);
+    return As::widen(bits);
+  }
+};
+
+struct AsFloat32 : Alone<AsFloat32> {
+  using Alone<AsFloat32>::narrow, Alone<AsFloat32>::lost;
+  static constexpr unsigned kBits = 32;
+  __device__ static std::uint32_t narrow(float v) { return __float_as_uint(v); }
+  __device__ static float widen(std::uint32_t bits) { return __uint_as_float(bits); }
+  __device__ static float lost(float, std::uint32_t) { return 0; }
+};
+
+template <typename Half>
+struct As16Bits : Alone<As16Bits<Half>> {
+  using Alone<As16Bits<Half>>::narrow, Alone<As16Bits<Half>>::lost;
+  static constexpr unsigned kBits = 16;
+  // Narrows a finite value, limited to the largest that Half has.
+  __device__ static std::uint32_t narrow(float v) {
+    const float most = Half::kLargest;
+    return Half::narrow_number(v > most ? most : v < -most ? -most : v);
+  }
+  __device__ static float widen(std::uint32_t bits) {
+    return cuda::widen<Half>(static_cast<std::uint16_t>(bits));
+  }
+  __device__ static float lost(float v, std::uint32_t bits) { return v - widen(bits); }
+};
+
+// Values in two bits (codec/two_bits.h).
+struct AsTwoBits {
+  using Of = codec::TwoBits;
+  using Level = As16Bits<GpuBf16>;
+  static constexpr unsigned kBits = 2;
+  static constexpr unsigned kGroup = Of::kGroup;
+
+  __device__ static unsigned bytes(unsigned count) {
+    return static_cast<unsigned>(Of::bytes(count));
+  }
+  __device__ static unsigned place(unsigned count, unsigned rank) {
+    return 8 * static_cast<unsigned>(Of::level_bytes(count)) + kBits * rank;
+  }
+  // Finds the levels of all groups, and puts them into the payload from byte `at` on.
+  __device__ static void prepare(TopKRoom& room, const float (&v)[kUnitSteps], unsigned count,
+                                 unsigned at);
+  // Returns the values of a group.
+  __device__ static unsigned size_of(unsigned group, unsigned count) {
+    const unsigned left = count - kGroup * group;
+    return left < kGroup ? left : kGroup;
+  }
+  __device__ static bool is_high(const GroupRoom& groups, float v, unsigned group) {
+    const std::uint32_t top = groups.exponent[group];
+    return top >= Of::kLeastExponent && Of::in_units(__float_as_uint(v), top) > groups.split[group];
+  }
+  __device__ static std::uint32_t narrow(const TopKRoom& room, float v, unsigned rank) {
+    return (is_high(room.groups, v, rank / kGroup) ? 2U : 0U) | (is_negative(v) ? 1U : 0U);
+  }
+  __device__ static float lost(const TopKRoom& room, float v, unsigned rank) {
+    const unsigned group = rank / kGroup;
+    const float level = room.groups.levels[group][is_high(room.groups, v, group) ? 1 : 0];
+    return v - (is_negative(v) ? -level : level);
+  }
+  __device__ static float read(Foreign in, unsigned count, unsigned rank) {
+    const unsigned bit = place(count, rank);
+    const std::uint32_t code = in.byte(bit / 8) >> bit % 8;
+    const unsigned level = 4 * (rank / kGroup) + (code & 2U);
+    const float y = Level::widen(in.byte(level) | in.byte(level + 1) << 8);
+    return (code & 1U) != 0 ? -y : y;
+  }
+
+ private:
+  __device__ static void write_levels(TopKRoom& room, unsigned count, unsigned at);
+};
+
+// Calls body with the class that narrows and widens such values.
+template <typename Body>
+Status with_values(Values values, Body body) {
+  if (values == Values::kTwoBits) return body(AsTwoBits{});
+  if (values == Values::kFp16) return body(As16Bits<GpuFp16>{});
+  if (values == Values::kBf16) return body(As16Bits<GpuBf16>{});
+  return body(AsFloat32{});
+}
+
+// Calls body(value, group) for each of the thread's values that are sent.
+template <typename Body>
+__device__ void each_sent(const TopKRoom& room, const float (&v)[kUnitSteps], Body body) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s)
-    if (has_bit(room.hits[mask_word(s)]))
-      put_bits(room.payload, 8 * (at + As::kBytes * rank_of(room, s)), As::narrow(v[s]),
-               8 * As::kBytes);
+    if (has_bit(room.hits[mask_word(s)])) body(v[s], rank_of(room, s) / AsTwoBits::kGroup);
+}
+
+// Makes the levels of the thread's group of their sums. Other threads may read them after a
+// barrier.
+__device__ void AsTwoBits::write_levels(TopKRoom& room, unsigned count, unsigned at) {
+  GroupRoom& groups = room.groups;
+  const unsigned group = threadIdx.x;
+  if (group >= Of::groups(count)) return;
+  const unsigned size = size_of(group, count);
+  const bool tiny = groups.exponent[group] < Of::kLeastExponent;
+  const std::uint32_t highs = groups.high_count[group], high_sum = groups.high_sum[group];
+  const std::uint32_t sums[2] = {groups.sum[group] - high_sum, high_sum};
+  const std::uint32_t counts[2] = {size - highs, highs};
+  const float unit = tiny ? 0 : __uint_as_float(Of::unit(groups.exponent[group]));
+  std::uint32_t both = 0;
+  for (unsigned k = 0; k < 2; ++k) {
+    const float mean = counts[k] == 0 ? 0 : static_cast<float>(sums[k] / counts[k]);
+    const std::uint32_t narrowed = Level::narrow(mean * unit);
+    groups.levels[group][k] = Level::widen(narrowed);
+    both |= narrowed << (16 * k);
+  }
+  put_bits(room.payload, 8 * (at + 4 * group), both, 32);
+}
+
+__device__ void AsTwoBits::prepare(TopKRoom& room, const float (&v)[kUnitSteps], unsigned count,
+                                   unsigned at) {
+  GroupRoom& groups = room.groups;
+  const unsigned mine = threadIdx.x;
+  if (mine < GroupRoom::kMost)
+    groups.exponent[mine] = groups.sum[mine] = groups.high_sum[mine] = groups.high_count[mine] = 0;
+  __syncthreads();
+  each_sent(room, v, [&](float each, unsigned group) {
+    atomicMax(groups.exponent + group, Of::exponent(__float_as_uint(each)));
+  });
+  __syncthreads();
+  each_sent(room, v, [&](float each, unsigned group) {
+    const std::uint32_t top = groups.exponent[group];
+    if (top >= Of::kLeastExponent)
+      atomicAdd(groups.sum + group, Of::in_units(__float_as_uint(each), top));
+  });
+  __syncthreads();
+  if (mine < Of::groups(count))
+    groups.split[mine] = groups.sum[mine] / size_of(mine, count);
+  __syncthreads();
+  each_sent(room, v, [&](float each, unsigned group) {
+    if (!is_high(groups, each, group)) return;
+    atomicAdd(groups.high_count + group, 1U);
+    atomicAdd(groups.high_sum + group, Of::in_units(__float_as_uint(each), groups.exponent[group]));
+  });
+  __syncthreads();
+  write_levels(room, count, at);
+  __syncthreads();
+}
+
+// ---- encode, a block for each unit --------------------------------------------------------------
+
+// Puts the values into shared memory, behind the positions: from byte `at` on.
+template <typename As>
+__device__ void stage_values(TopKRoom& room, const float (&v)[kUnitSteps], unsigned count,
+                             unsigned at) {
+#pragma unroll
+  for (unsigned s = 0; s < kUnitSteps; ++s) {
+    if (!has_bit(room.hits[mask_word(s)])) continue;
+    const unsigned rank = rank_of(room, s);
+    put_bits(room.payload, 8 * at + As::place(count, rank), As::narrow(room, v[s], rank),
+             As::kBits);
+  }
 }
 
 // Returns byte b of a value. For the lowest byte of an fp16, ptxas 13.0 would convert its number to
@@ -118,10 +261,11 @@ __device__ void write_values(const TopKRoom& room, const float (&v)[kUnitSteps],
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s) {
     if (!has_bit(room.hits[mask_word(s)])) continue;
-    const std::uint32_t value = As::narrow(v[s]);
-    std::byte* at = out + As::kBytes * rank_of(room, s);
+    const unsigned rank = rank_of(room, s);
+    const std::uint32_t value = As::narrow(room, v[s], rank);
+    std::byte* at = out + As::kBits / 8 * rank;
 #pragma unroll
-    for (unsigned b = 0; b < As::kBytes; ++b) at[b] = byte_of(value, b);
+    for (unsigned b = 0; b < As::kBits / 8; ++b) at[b] = byte_of(value, b);
   }
 }
 
@@ -132,7 +276,7 @@ __device__ void write_errors(const TopKRoom& room, const float (&v)[kUnitSteps],
   for (unsigned s = 0; s < kUnitSteps; ++s) {
     if (s >= steps) continue;
     const bool sent = has_bit(room.hits[mask_word(s)]);
-    const float left = sent ? As::lost(v[s], As::narrow(v[s])) : v[s];
+    const float left = sent ? As::lost(room, v[s], rank_of(room, s)) : v[s];
     error[element_of(s)] = is_finite(v[s]) ? left : 0;
   }
 }
@@ -149,10 +293,11 @@ __device__ unsigned write_unit(TopKRoom& room, const float (&v)[kUnitSteps],
       write_positions(room.hits[threadIdx.x], n, room.positions, room.payload);
   room.before[threadIdx.x] = positions.before;
   __syncthreads();
-  const unsigned bytes = positions.bytes + As::kBytes * positions.count;
-  const bool staged = bytes <= kStagedBytes;
+  const unsigned bytes = positions.bytes + As::bytes(positions.count);
+  const bool staged = bytes <= kStagedBytes;  // always in two bits
+  As::prepare(room, v, positions.count, positions.bytes);
   if (staged)
-    stage_values<As>(room, v, positions.bytes);
+    stage_values<As>(room, v, positions.count, positions.bytes);
   else
     write_values<As>(room, v, out + positions.bytes);
   __syncthreads();
@@ -249,7 +394,8 @@ __device__ void write_sent_errors(const TopKRoom& room, const float (&v)[kUnitSt
                                   float* error) {
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s)
-    if (has_bit(room.hits[mask_word(s)])) error[element_of(s)] = As::lost(v[s], As::narrow(v[s]));
+    if (has_bit(room.hits[mask_word(s)]))
+      error[element_of(s)] = As::lost(room, v[s], rank_of(room, s));
 }
 
 template <typename As>
@@ -314,21 +460,19 @@ std::size_t topk_scratch_bytes(std::uint64_t units) {
 template <typename As>
 class Largest {
  public:
-  __device__ unsigned bytes(unsigned count) const { return As::kBytes * count; }
+  __device__ unsigned bytes(unsigned count) {
+    count_ = count;
+    return As::bytes(count);
+  }
   __device__ bool open(Foreign in) {
     in_ = in;
     return true;
   }
-  __device__ float at(unsigned rank) const {
-    std::uint32_t bits = 0;
-#pragma unroll
-    for (unsigned b = 0; b < As::kBytes; ++b)
-      bits |= in_.byte(std::uint64_t{As::kBytes} * rank + b) << (8 * b);
-    return As::widen(bits);
-  }
+  __device__ float at(unsigned rank) const { return As::read(in_, count_, rank); }
 
  private:
   Foreign in_{};
+  unsigned count_ = 0;
 };
 
 Status topk_decode_spans(std::uint64_t slot_bytes, Values values, const GpuSpan* spans, int count,
