@@ -24,6 +24,7 @@ from bench.asynchronous import (
     downpour_report,
     downpour_search_report,
     downpour_simulated_report,
+    local_sgd_report,
     sandblaster_report,
     stragglers_report,
 )
@@ -328,6 +329,20 @@ def coming_and_going(results: Path) -> list[str]:
     return coming_and_going_report.summary(_loaded(newest(results, "coming-and-going-*.json")))
 
 
+def local_sgd_by_ranks(results: Path) -> list[str]:
+    """The loss of DiLoCo with AdamW inside, by number of ranks."""
+    return _local_sgd(results).by_ranks()
+
+
+def local_sgd_by_rounds(results: Path) -> list[str]:
+    """The loss of SparseLoCo beside DiLoCo's, by length of a round."""
+    return _local_sgd(results).by_rounds()
+
+
+def _local_sgd(results: Path) -> local_sgd_report.Rows:
+    return local_sgd_report.Rows(local_sgd_report.read(newest(results, "local-sgd-*-runs.jsonl")))
+
+
 def optimizers(results: Path) -> list[str]:
     """The loss above AdamW's with dense gradients, by optimizer and exchange, and ratios."""
     return list(optimizers_report.summary(_optimizer_runs(results)))
@@ -462,6 +477,8 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "diloco": diloco,
     "streaming": streaming,
     "coming-and-going": coming_and_going,
+    "local-sgd-by-ranks": local_sgd_by_ranks,
+    "local-sgd-by-rounds": local_sgd_by_rounds,
     "optimizers": optimizers,
     "optimizer-others": other_optimizers,
     "optimizer-links": optimizer_links,
