@@ -52,6 +52,10 @@ class Codec:
     @property
     def biased(self) -> bool: ...
     @property
+    def seconds_per_byte(self) -> tuple[float, float]: ...  # encode, decode, before `tune`
+    @property
+    def exact(self) -> bool: ...  # loses nothing
+    @property
     def compound(self) -> bool: ...
     def max_bytes(self, count: int, /) -> int: ...
     def usual_bytes(self, count: int, /) -> int: ...  # where few values are 0
@@ -484,8 +488,8 @@ class Communicator:
     def run(self, request: Request, timeout: float, /) -> None: ...
     # `memory` is whatever keeps the arrays alive; held until the work is over.
     def submit(self, request: Request, timeout: float, memory: object, /) -> Work: ...
-    def send(
-        self, address: int, bytes: int, to: int, timeout: float, memory: object, /
+    def send(  # packed_as: the dtype of elements that travel packed, by codec lossless; "": none
+        self, address: int, bytes: int, to: int, timeout: float, memory: object, packed_as: str, /
     ) -> Work: ...
     def receive(  # source -1: any
         self, address: int, bytes: int, source: int, timeout: float, memory: object, /

@@ -34,6 +34,7 @@ __all__ = [
     "Codec",
     "Int4",
     "Int8",
+    "Lossless",
     "LowRank",
     "NativeCodec",
     "OneBit",
@@ -289,6 +290,18 @@ class LowRank(NativeCodec):
 
     _name = "lowrank"
     rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lossless(NativeCodec):
+    """The elements as they are, in fewer bytes: exponents in few bits, no bit lost.
+
+    For all collectives and `send`, of float32, float16 and bfloat16; others travel as by "none".
+    Results have the bits that they have by "none". It packs what goes over sockets; over shared
+    memory and between GPUs arrays travel as they are.
+    """
+
+    _name = "lossless"
 
 
 class Codec(abc.ABC):

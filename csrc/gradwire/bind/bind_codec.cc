@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "gradwire/base/error.h"
 #include "gradwire/bind/codec_handle.h"
@@ -84,6 +85,14 @@ void bind_codec(py::module_& m) {
   py::class_<CodecHandle>(m, "Codec")
       .def(py::init([](const std::string& spec) { return CodecHandle{codec::make_codec(spec)}; }))
       .def_property_readonly("name", on<const CodecHandle, &codec::Codec::name>)
+      .def_property_readonly(
+          "exact",
+          [](const CodecHandle& self) { return self.value->combine() == codec::Combine::kPlain; })
+      .def_property_readonly("seconds_per_byte",
+                             [](const CodecHandle& self) {
+                               const codec::SecondsPerByte& its = self.value->seconds_per_byte();
+                               return std::pair(its.encode, its.decode);
+                             })
       .def_property_readonly("compound",
                              [](const CodecHandle& self) {
                                return self.value->combine() == codec::Combine::kCompound;

@@ -130,4 +130,21 @@ struct TwoBits {
   static constexpr std::size_t bytes(std::size_t n) { return level_bytes(n) + (n + 3) / 4; }
 };
 
+// lossless: a block's format is in codec/lossless.cc. Memory of any alignment.
+struct LosslessKernels {
+  static constexpr std::size_t kBlock = 128;  // elements
+  static constexpr unsigned kPlain = 8;       // bits of an exponent that is written as it is
+
+  struct OfWords {
+    // Returns the bytes written for n elements; 0 where n is 0, or where `room` may not be enough.
+    std::size_t (*pack)(const std::byte* x, std::size_t n, std::byte* out,
+                        std::size_t room) noexcept;
+    // Returns the bytes consumed; 0 where n is 0, or where `size` bytes are no payload of n
+    // elements. Each byte that says how others are read is loaded once.
+    std::size_t (*unpack)(const std::byte* in, std::size_t size, std::byte* y,
+                          std::size_t n) noexcept;
+  };
+  OfWords two, four;  // by the bytes of an element
+};
+
 }  // namespace gradwire::codec

@@ -10,7 +10,7 @@
 // A new codec joins this list; its file defines the factory make_NAME.
 #define GRADWIRE_CODECS(each)                                                                    \
   each(none) each(fp16) each(bf16) each(int8) each(int4) each(onebit) each(threshold) each(topk) \
-      each(lowrank)
+      each(lowrank) each(lossless)
 
 namespace gradwire::codec {
 

@@ -20,7 +20,7 @@ namespace gradwire::codec {
 
 // How payloads of a codec are summed.
 enum class Combine : std::uint8_t {
-  kPlain,     // bytes of the caller's own type: none
+  kPlain,     // bytes of the caller's own type: none, and lossless, which packs each message
   kReencode,  // decode, add in float32, encode again at every hop of an in-tree schedule; or gather
   kCompound,  // a short program of local work and plain all_reduces
 };
@@ -80,6 +80,7 @@ struct Definition {
     kThreshold,
     kTopK,
     kLowRank,
+    kLossless,
     kOther,
   };
   enum class Values : std::uint8_t { kFloat32, kFp16, kBf16, kTwoBits };

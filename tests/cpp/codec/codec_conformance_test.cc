@@ -405,7 +405,9 @@ constexpr const char* kSpecs[] = {"none",
                                   "topk",
                                   "topk:density=0.1",
                                   "topk:density=0.01,values=fp16",
-                                  "topk:density=0.1,values=2bit"};
+                                  "topk:density=0.1,values=2bit",
+
+                                  "lossless"};
 
 // These, and every other codec as it is without parameters.
 std::vector<std::string> specs() {

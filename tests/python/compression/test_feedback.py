@@ -14,7 +14,7 @@ from gradwire import Communicator, ErrorFeedback, InvalidArgument
 from numpy.typing import NDArray
 from ranks import on_ranks, run
 
-LOSSY = [name for name in gradwire.codecs() if name not in ("none", "lowrank")]
+LOSSY = [name for name in gradwire.codecs() if name not in ("none", "lossless", "lowrank")]
 N = 3000
 
 

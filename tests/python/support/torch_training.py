@@ -18,7 +18,7 @@ SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.01}
 # Each codec, with parameters that suit small models.
 _OPTIONS = {"threshold": ":density=0.05", "topk": ":density=0.05", "lowrank": ":rank=2"}
 CODECS = [name + _OPTIONS.get(name, "") for name in gradwire.codecs()]
-LOSSY = CODECS[1:]
+LOSSY = [name for name in CODECS if name not in ("none", "lossless")]
 
 
 def mlp() -> nn.Module:

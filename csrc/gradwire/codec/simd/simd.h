@@ -90,6 +90,7 @@ struct Kernels {
   OneBitKernels one_bit;
   SparseKernels sparse;
   LowRankKernels lowrank;
+  LosslessKernels lossless;
   RuleKernels rules;
 };
 

@@ -8,6 +8,7 @@
 #include "gradwire/codec/simd/simd_cast.h"
 #include "gradwire/codec/simd/simd_int4.h"
 #include "gradwire/codec/simd/simd_int8.h"
+#include "gradwire/codec/simd/simd_lossless.h"
 #include "gradwire/codec/simd/simd_lowrank.h"
 #include "gradwire/codec/simd/simd_onebit.h"
 #include "gradwire/codec/simd/simd_reduce.h"
@@ -43,6 +44,7 @@ constexpr Kernels table(const char* name) {
           kOneBit,
           sparse::kKernels,
           lowrank::kKernels,
+          lossless::kKernels,
           kRules};
 }
 

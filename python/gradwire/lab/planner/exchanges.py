@@ -132,7 +132,7 @@ class Cluster:
         An array of that share has the payload that a whole one usually has; encoding it costs as
         much as the whole one.
         """
-        if share == 1:
+        if share == 1 or codec == "lossless":  # of which the model knows no costs of its own
             return self.model
         if codec not in self._models:
             name, parameters = codec.partition(":")[0], self.model.parameters
