@@ -98,7 +98,8 @@ class Communicator(
       partial sum passes. With one rank there is nothing to reduce, and arrays stay as they are;
     - ``codec`` of those that reduce: how float32 travels for sum and avg, by a name from
       `gradwire.codecs` (``"topk:density=0.01"`` sets a parameter) or as an object of
-      `gradwire.codec`; sums are formed in float32 in any case;
+      `gradwire.codec`; sums are formed in float32 in any case. All collectives take "lossless",
+      for arrays of any dtype, whose results have the bits that they have without codec;
     - ``prescale``, ``postscale`` of those that reduce, for sum and avg of floats and complex on the
       CPU: factors for this rank's input, of which a copy is made, and for the result; each product
       is rounded once, in the array's dtype. `prescale` may differ between ranks, for a weighted

@@ -163,11 +163,13 @@ void operation(unsigned kind, const std::vector<Edit>& edits) {
                                   "int8:block=32",
                                   "onebit:block=32",
                                   "threshold:tau=50",
-                                  "topk:density=0.1"};
+                                  "topk:density=0.1",
+                                  "lossless"};
   constexpr unsigned kExact = 3;  // of integers this small
   if (kind % 4 == 3) return transfer(edits);
   const unsigned codec = kind / 4 % kCodecs.size();
-  collective(kAlgorithms[kind % 4], kCodecs[codec], codec < kExact, edits);
+  const bool exact = codec < kExact || kCodecs[codec] == std::string_view("lossless");
+  collective(kAlgorithms[kind % 4], kCodecs[codec], exact, edits);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ enum FrameFlags : std::uint16_t {
   // form the next communicator, because a process wants to join.
   kFrameStop = 2,
   kFrameResize = 4,
+  kFramePacked = 8,  // the payload is that of the plan, packed (codec/lossless.h)
 };
 inline constexpr std::uint16_t kFrameRequests = kFrameStop | kFrameResize;
 

@@ -84,9 +84,11 @@ shared_ptr<Work> submit(CommunicatorHandle& self, const OwnedRequest& request, d
 }
 
 shared_ptr<Work> send(CommunicatorHandle& self, std::uintptr_t address, std::size_t bytes, Rank to,
-                      double timeout, py::object memory) {
+                      double timeout, py::object memory, const std::string& packed_as) {
   auto* data = reinterpret_cast<std::byte*>(address);
-  return self.keep(self.get().send(data, bytes, to, timeout), std::move(memory));
+  std::optional<DType> dtype;
+  if (!packed_as.empty()) dtype = parse_dtype(packed_as);
+  return self.keep(self.get().send(data, bytes, to, timeout, dtype), std::move(memory));
 }
 
 shared_ptr<Work> receive(CommunicatorHandle& self, std::uintptr_t address, std::size_t bytes,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/lossless.h"
 #include "gradwire/exec/engine.h"
 
 namespace gradwire::exec {
@@ -155,10 +156,11 @@ std::shared_ptr<Work> Communicator::submit(const Request& request) {
   return work;
 }
 
-std::shared_ptr<Work> Communicator::send(std::byte* data, std::size_t size, Rank to,
-                                         double timeout) {
+std::shared_ptr<Work> Communicator::send(std::byte* data, std::size_t size, Rank to, double timeout,
+                                         std::optional<DType> packed_as) {
   check_peer(engine_->identity, to);
   Transfer transfer = transfer_of(data, size, to, timeout);
+  if (packed_as && codec::packs(*packed_as)) transfer.packed_as = packed_as;
   if (to == engine_->identity.rank) {
     transfer.copy.assign(data, data + size);
     transfer.data = transfer.copy.data();

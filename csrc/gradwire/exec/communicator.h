@@ -3,6 +3,8 @@
 // calls, transfers (send, recv) beside them. A failure is final: every call throws the root cause.
 #pragma once
 
+#include <optional>
+
 #include "gradwire/base/wait_limit.h"
 #include "gradwire/exec/control/awaited_senders.h"
 #include "gradwire/exec/control/family.h"
@@ -43,7 +45,9 @@ class Communicator {
   // before it takes longer, which it does to find out which rank failed.
   std::shared_ptr<Work> begin(const Request& request, const std::function<void()>& slow = nullptr);
   std::shared_ptr<Work> submit(const Request& request);
-  std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout);
+  // `packed_as`: the elements, which then travel packed (codec/lossless.h) where they can.
+  std::shared_ptr<Work> send(std::byte* data, std::size_t size, Rank to, double timeout,
+                             std::optional<DType> packed_as = std::nullopt);
   // Receives from rank `from`, or from whoever sends first if it is Transfer::kAnyRank.
   std::shared_ptr<Work> receive(std::byte* data, std::size_t size, Rank from, double timeout);
   // Blocks until the work is over; after `timeout` seconds throws Timeout, and the work goes on.

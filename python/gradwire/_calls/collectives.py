@@ -87,6 +87,7 @@ class ArrayCollectives:
         *,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        codec: CodecLike = "none",
         out: Any = None,
         check: Check = None,
         async_op: bool = False,
@@ -98,7 +99,7 @@ class ArrayCollectives:
         a list of one per rank, of any sizes. With a list as `x`, which is one operation, the result
         and `out` are lists of as many arrays.
         """
-        options = Options(algorithm, schedule, async_op, timeout, check=check)
+        options = Options(algorithm, schedule, async_op, timeout, check=check, codec=codec)
         return self._call("all_gather", buffers.all_gather(x, out, self._place), options)
 
     def broadcast(
@@ -108,13 +109,16 @@ class ArrayCollectives:
         root: int = 0,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        codec: CodecLike = "none",
         check: Check = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Copies the root's `x`, an array or a list, to all ranks, in place; returns `x`."""
         root = self._rank(root, "root")
-        options = Options(algorithm, schedule, async_op, timeout, root=root, check=check)
+        options = Options(
+            algorithm, schedule, async_op, timeout, root=root, check=check, codec=codec
+        )
         return self._call("broadcast", buffers.broadcast(x, root, self._place), options)
 
     def reduce(
@@ -155,13 +159,14 @@ class ArrayCollectives:
         root: int = 0,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        codec: CodecLike = "none",
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
         """Concatenates all ranks' `x` on the root as `all_gather` does; None on the others."""
         root = self._rank(root, "root")
-        options = Options(algorithm, schedule, async_op, timeout, root=root)
+        options = Options(algorithm, schedule, async_op, timeout, root=root, codec=codec)
         return self._call("gather", buffers.gather(x, out, root, self._place), options)
 
     def scatter(
@@ -171,6 +176,7 @@ class ArrayCollectives:
         root: int = 0,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        codec: CodecLike = "none",
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -181,7 +187,7 @@ class ArrayCollectives:
         pass no `x`, and give the array for the result as `out`.
         """
         root = self._rank(root, "root")
-        options = Options(algorithm, schedule, async_op, timeout, root=root)
+        options = Options(algorithm, schedule, async_op, timeout, root=root, codec=codec)
         return self._call("scatter", buffers.scatter(x, out, root, self._place), options)
 
     def all_to_all(
@@ -190,6 +196,7 @@ class ArrayCollectives:
         *,
         algorithm: str = "auto",
         schedule: Schedule | None = None,
+        codec: CodecLike = "none",
         out: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -199,5 +206,5 @@ class ArrayCollectives:
         `x` is one array, cut evenly along its first dimension, and the result a new array of the
         same shape or `out`; or `x` and `out` are lists of one array per rank, of any sizes.
         """
-        options = Options(algorithm, schedule, async_op, timeout)
+        options = Options(algorithm, schedule, async_op, timeout, codec=codec)
         return self._call("all_to_all", buffers.all_to_all(x, out, self._place), options)

@@ -111,7 +111,9 @@ def prepare(
         name, known.dtype if known.reducible else "uint8", inputs, outputs, lambda: result
     )
     if name not in _REDUCING:
-        return call if known.reducible else call._replace(moved=known.dtype)
+        if not known.reducible:
+            call = call._replace(moved=known.dtype)
+        return call._replace(codec=None if options.codec == "none" else moving(options.codec, name))
     if not known.reducible:
         raise InvalidArgument(
             f"{name}: {known.what} is {known.dtype}, which cannot be reduced; "
@@ -136,6 +138,19 @@ def _require_plain(options: Options) -> None:
         "reduce_scatter of several arrays takes no codec= and no feedback=: give one array, "
         "of which keys= name the parts"
     )
+
+
+def moving(codec: CodecLike, name: str) -> _core.Codec:
+    """The core's codec for a call that moves arrays; raises InvalidArgument for one that loses."""
+    if isinstance(codec, Codec):
+        raise InvalidArgument(f"codec '{codec}' is for collectives that add, not for {name}")
+    found = native(codec)
+    if not found.exact:
+        raise InvalidArgument(
+            f"codec '{found.name}' is for collectives that add; {name} moves arrays as they are, "
+            "by 'none' or 'lossless'"
+        )
+    return found
 
 
 def native(codec: str | NativeCodec) -> _core.Codec:

@@ -6,6 +6,7 @@
 
 #include "gradwire/base/error.h"
 #include "gradwire/codec/feedback/residuals.h"
+#include "gradwire/codec/lossless.h"
 #include "gradwire/codec/reduction/fold.h"
 #include "gradwire/codec/simd/simd.h"
 #include "gradwire/exec/control/failure.h"
@@ -36,6 +37,10 @@ void Execution::start(const Call& call) {
   finite_ = true;
   if (store_.size() < call.plan->store_bytes()) store_.resize(call.plan->store_bytes());
   addends_.reserve(call.plan->most_addends());
+  if (call.plan->packs() && to_pack_.size() < call.plan->most_bytes()) {
+    to_pack_.resize(call.plan->most_bytes());
+    unpacked_.resize(call.plan->most_bytes());
+  }
   if (wide_.size() < call.plan->wide_elements()) wide_.resize(call.plan->wide_elements());
   if (stored_bytes_.size() < call.plan->stored_chunks())
     stored_bytes_.resize(call.plan->stored_chunks());
@@ -56,28 +61,32 @@ bool Execution::try_send(Links& links, TrafficCounter& traffic) {
   const Bytes staging = reserve(frame, links);
   if (staging.empty()) return note_wait(plan.peers(frame)[0], /*reads=*/true);
   note_work();
-  commit(frame, staging, stage(frame, staging.subspan(sizeof(FrameHeader))), links, traffic);
+  const Bytes out = staging.subspan(sizeof(FrameHeader));
+  commit(frame, staging, packs_ ? stage_packed(frame, out) : Staged{stage(frame, out)}, links,
+         traffic);
   return true;
 }
 
 // Returns memory for the frame; empty if there is no room now.
 Bytes Execution::reserve(const Frame& frame, Links& links) {
   const Bytes staging = links.reserve(call_.plan->peers(frame), sizeof(FrameHeader) + frame.bytes);
-  if (!staging.empty()) copy_ = links.copy();
+  if (staging.empty()) return staging;
+  packs_ = call_.plan->packs() && !links.in_shared_memory();
+  copy_ = packs_ ? copy_cached : links.copy();
   return staging;
 }
 
-void Execution::commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
+void Execution::commit(const Frame& frame, Bytes staging, Staged staged, Links& links,
                        TrafficCounter& traffic) {
   FrameHeader header = header_of(frame);
-  header.length = static_cast<std::uint32_t>(length);
-  header.flags |= call_.requests;
+  header.length = static_cast<std::uint32_t>(staged.bytes);
+  header.flags = static_cast<std::uint16_t>(header.flags | call_.requests | staged.flags);
   std::memcpy(staging.data(), &header, sizeof header);
-  links.commit(sizeof header + length);
-  traffic.add(sizeof header + length, call_.plan->peers(frame).size());
+  const std::size_t bytes = sizeof header + staged.bytes;
+  links.commit(bytes);
+  traffic.add(bytes, call_.plan->peers(frame).size());
   ++sent_;
-  if (call_.observer != nullptr)
-    call_.observer->sent(*call_.plan, frame, sizeof header + length, spent_);
+  if (call_.observer != nullptr) call_.observer->sent(*call_.plan, frame, bytes, spent_);
 }
 
 bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
@@ -89,16 +98,17 @@ bool Execution::try_receive(Links& links, TrafficCounter& traffic) {
   const auto payload = arrived(frame, links);
   const Rank peer = plan.peers(frame)[0];
   if (!payload) return note_wait(peer, /*reads=*/false);
-  const std::size_t bytes = sizeof(FrameHeader) + payload->size();
   note_work();
   land(frame, *payload, peer);
   links.release(peer);
   ++landed_;
-  if (call_.observer != nullptr) call_.observer->received(plan, {&frame, 1}, bytes, spent_);
+  if (call_.observer != nullptr)
+    call_.observer->received(plan, {&frame, 1}, arrived_bytes_, spent_);
   return true;
 }
 
-// Returns the payload of the next frame from its rank, if it has arrived.
+// Returns the payload of the next frame from its rank, as the plan has it, if it has arrived. It
+// stays until the next call, or until the rank's message is released.
 std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) {
   const Rank peer = call_.plan->peers(frame)[0];
   const auto message = links.peek(peer);
@@ -107,8 +117,19 @@ std::optional<ConstBytes> Execution::arrived(const Frame& frame, Links& links) {
   if (message->size() < sizeof header)
     throw TransportError(name_of(peer) + " sent a frame without a header", peer);
   std::memcpy(&header, message->data(), sizeof header);
-  check(header, frame, peer, message->size() - sizeof header);
-  return message->subspan(sizeof header);
+  const ConstBytes payload = message->subspan(sizeof header);
+  check(header, frame, peer, payload);
+  arrived_bytes_ = message->size();
+  return (header.flags & kFramePacked) != 0 ? unpacked(frame, payload, peer) : payload;
+}
+
+ConstBytes Execution::unpacked(const Frame& frame, ConstBytes packed, Rank peer) try {
+  const Stopwatch stopwatch(spent_.decode);
+  const Bytes plain = Bytes(unpacked_).first(frame.bytes);
+  codec::unpack(packed, plain);
+  return plain;
+} catch (const InvalidArgument& error) {
+  throw undecodable(peer, error);
 }
 
 // Lands those frames that have arrived of those that add to the same elements. With the last of
@@ -117,7 +138,8 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   const Plan& plan = *call_.plan;
   const auto frames = std::span(plan.receives()).subspan(landed_);
   addends_.clear();
-  while (addends_.size() < frames[0].addends) {
+  const std::size_t most = plan.packs() ? 1 : frames[0].addends;  // there is one unpacked_
+  while (addends_.size() < most) {
     const auto payload = arrived(frames[addends_.size()], links);
     if (!payload) break;
     addends_.push_back(payload->data());
@@ -128,16 +150,19 @@ bool Execution::try_fold(Links& links, TrafficCounter& traffic) {
   const SendFrame* const send = all ? send_of_sum(landed_ + addends_.size()) : nullptr;
   Bytes staging = send != nullptr ? reserve(*send, links) : Bytes{};
   if (copy_ != copy_cached) staging = {};  // each block would wait for its streaming stores
+  const Bytes sums = staging.empty() ? staging : staging.subspan(sizeof(FrameHeader));
   if (staging.empty())
     fold(frames[0], nullptr);
   else
-    fold(*send, staging.data() + sizeof(FrameHeader));
+    fold(*send, packs_ ? to_pack_.data() : sums.data());
   for (std::size_t i = 0; i < addends_.size(); ++i) links.release(plan.peers(frames[i])[0]);
   landed_ += addends_.size();
   if (call_.observer != nullptr)
-    call_.observer->received(plan, frames.first(addends_.size()),
-                             sizeof(FrameHeader) + frames[0].bytes, spent_);
-  if (!staging.empty()) commit(*send, staging, send->bytes, links, traffic);
+    call_.observer->received(plan, frames.first(addends_.size()), arrived_bytes_, spent_);
+  if (!staging.empty()) {
+    const ConstBytes plain = ConstBytes(to_pack_).first(packs_ ? send->bytes : 0);
+    commit(*send, staging, packs_ ? pack(plain, sums) : Staged{send->bytes}, links, traffic);
+  }
   return true;
 }
 
@@ -207,14 +232,16 @@ FrameHeader Execution::header_of(const Frame& frame) const {
 }
 
 // Checks a header, and takes note of requests.
-void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length) {
+void Execution::check(FrameHeader header, const Frame& frame, Rank peer, ConstBytes payload) {
   const std::uint16_t requests = header.flags & kFrameRequests;
-  header.flags &= static_cast<std::uint16_t>(~kFrameRequests);
+  const bool is_packed = call_.plan->packs() && (header.flags & kFramePacked) != 0;
+  header.flags &= static_cast<std::uint16_t>(~(kFrameRequests | (is_packed ? kFramePacked : 0)));
   FrameHeader expected = header_of(frame);
-  expected.length = static_cast<std::uint32_t>(length);
-  const bool length_ok =
-      call_.plan->codec().fixed_size() ? length == frame.bytes : length <= frame.bytes;
-  if (header == expected && length_ok) return static_cast<void>(call_.requests |= requests);
+  expected.length = static_cast<std::uint32_t>(payload.size());
+  const std::size_t length = is_packed ? codec::unpacked_bytes(payload) : payload.size();
+  const bool same = header == expected;
+  if (same && fits(frame, is_packed, length)) return static_cast<void>(call_.requests |= requests);
+  header.length = static_cast<std::uint32_t>(length);
   const std::string who = name_of(call_.rank) + ": rank " + std::to_string(peer);
   if (header.magic != expected.magic || header.communicator != expected.communicator)
     throw TransportError(who + " sent something that is not a frame of this communicator", peer);
@@ -233,6 +260,12 @@ void Execution::check(FrameHeader header, const Frame& frame, Rank peer, std::si
                        peer);
 }
 
+// Returns whether the frame may have so many bytes, before it was packed.
+bool Execution::fits(const Frame& frame, bool is_packed, std::size_t bytes) const {
+  const bool exact = is_packed || !call_.plan->lossy() || call_.plan->codec().fixed_size();
+  return exact ? bytes == frame.bytes : bytes <= frame.bytes;
+}
+
 // Throws the Disagreement for a block of another size than this rank expects.
 void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const {
   const std::string me = name_of(call_.rank);
@@ -248,6 +281,20 @@ void Execution::throw_size(const FrameHeader& header, const Frame& frame, Rank p
   found.sender = peer;
   found.expected = expected;
   throw found;
+}
+
+Execution::Staged Execution::stage_packed(const Frame& frame, Bytes out) {
+  const std::size_t bytes = stage(frame, to_pack_);
+  return pack(ConstBytes(to_pack_).first(bytes), out);
+}
+
+// Writes the payload as it is where packing makes it no smaller.
+Execution::Staged Execution::pack(ConstBytes plain, Bytes out) {
+  const Stopwatch stopwatch(spent_.encode);
+  const std::size_t packed = codec::pack(call_.plan->spec().dtype, plain, out);
+  if (packed > 0) return {packed, kFramePacked};
+  if (!plain.empty()) std::memcpy(out.data(), plain.data(), plain.size());
+  return {plain.size()};
 }
 
 std::size_t Execution::stage(const Frame& frame, Bytes out) {
@@ -319,10 +366,14 @@ void Execution::land(const Frame& frame, ConstBytes in, Rank peer) {
       consumed += land_chunk(chunk, in.subspan(consumed));
     if (consumed != in.size()) throw InvalidArgument("a frame is longer than its chunks");
   } catch (const InvalidArgument& error) {  // the codec refuses a payload
-    throw TransportError(name_of(call_.rank) + ": rank " + std::to_string(peer) +
-                             " sent a payload that can't be decoded: " + error.what(),
-                         peer);
+    throw undecodable(peer, error);
   }
+}
+
+TransportError Execution::undecodable(Rank peer, const InvalidArgument& error) const {
+  return TransportError(name_of(call_.rank) + ": rank " + std::to_string(peer) +
+                            " sent a payload that can't be decoded: " + error.what(),
+                        peer);
 }
 
 std::size_t Execution::land_chunk(const Chunk& chunk, ConstBytes in) {

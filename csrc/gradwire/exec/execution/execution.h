@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gradwire/base/copy.h"
+#include "gradwire/base/error.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/exec/control/observer.h"
 #include "gradwire/exec/execution/feedback_view.h"
@@ -60,6 +61,12 @@ class Execution {
   }
 
  private:
+  // What of a staged frame goes into its header.
+  struct Staged {
+    std::size_t bytes = 0;
+    std::uint16_t flags = 0;
+  };
+
   bool try_send(Links& links, TrafficCounter& traffic);
   bool try_receive(Links& links, TrafficCounter& traffic);
   bool try_fold(Links& links, TrafficCounter& traffic);
@@ -74,16 +81,21 @@ class Execution {
   }
 
   FrameHeader header_of(const Frame& frame) const;
-  void check(FrameHeader header, const Frame& frame, Rank peer, std::size_t length);
+  void check(FrameHeader header, const Frame& frame, Rank peer, ConstBytes payload);
+  bool fits(const Frame& frame, bool is_packed, std::size_t bytes) const;
+  TransportError undecodable(Rank peer, const InvalidArgument& error) const;
   [[noreturn]] void throw_size(const FrameHeader& header, const Frame& frame, Rank peer) const;
 
   std::optional<ConstBytes> arrived(const Frame& frame, Links& links);
+  ConstBytes unpacked(const Frame& frame, ConstBytes packed, Rank peer);
   Bytes reserve(const Frame& frame, Links& links);
-  void commit(const Frame& frame, Bytes staging, std::size_t length, Links& links,
+  void commit(const Frame& frame, Bytes staging, Staged staged, Links& links,
               TrafficCounter& traffic);
   const SendFrame* send_of_sum(std::size_t landed) const;
   void fold(const Frame& frame, std::byte* out);
 
+  Staged stage_packed(const Frame& frame, Bytes out);
+  Staged pack(ConstBytes plain, Bytes out);
   std::size_t stage(const Frame& frame, Bytes out);
   std::size_t stage_chunk(const Chunk& chunk, Bytes out);
   void finish(const Chunk& chunk);
@@ -106,13 +118,17 @@ class Execution {
   float* floats(const Span& span) const;
 
   Call call_;
-  Copy copy_ = copy_cached;  // how to copy into the frame that is staged
+  Copy copy_ = copy_cached;        // how to copy into the frame that is staged
+  bool packs_ = false;             // whether that frame is packed, where that makes it smaller
+  std::size_t arrived_bytes_ = 0;  // of the last frame that has arrived, as it was on the wire
   std::size_t sent_ = 0;
   std::size_t landed_ = 0;
   bool ended_ = false;
   bool finite_ = true;
   CodecTime spent_;
   std::vector<const std::byte*> addends_;    // of one fold, in their order
+  std::vector<std::byte> to_pack_;           // a frame's payload
+  std::vector<std::byte> unpacked_;          // likewise
   std::vector<std::byte> store_;             // finished payloads, forwarded unchanged
   std::vector<float> wide_;                  // unfinished sums of 16-bit floats
   std::vector<std::uint32_t> stored_bytes_;  // of each payload in the store

@@ -39,6 +39,10 @@ void Links::complete(const WaitLimit& wait_limit) {
   }
 }
 
+bool Links::in_shared_memory() const {
+  return transport::transport_kind(open_->name()).sockets == transport::Sockets::kUnix;
+}
+
 bool Links::flush() {
   bool all = true;
   for (auto& each : transports_) all = each->flush() && all;

@@ -39,6 +39,8 @@ class Links {
     open_ = &link(peers[0]);
     return open_->reserve(peers, bytes);
   }
+  // Returns whether the open reservation is in memory that its readers share.
+  bool in_shared_memory() const;
   // See Transport::copy.
   Copy copy() const noexcept { return open_->copy(); }
   void commit(std::size_t bytes) { open_->commit(bytes); }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "gradwire/base/error.h"
+#include "gradwire/codec/lossless.h"
 
 namespace gradwire::exec {
 namespace {
@@ -12,6 +13,12 @@ namespace {
 // Returns a hash of the size, by which both ends check that they mean messages of the same size.
 std::uint32_t size_fingerprint(std::size_t bytes) {
   return static_cast<std::uint32_t>(bytes ^ (static_cast<std::uint64_t>(bytes) >> 32));
+}
+
+// Returns the bytes of a packed payload; 0 where it is to travel as it is.
+std::size_t pack(const Transfer& transfer, ConstBytes plain, Bytes out, const Links& links) {
+  if (!transfer.packed_as || links.in_shared_memory()) return 0;
+  return codec::pack(*transfer.packed_as, plain, out);
 }
 
 }  // namespace
@@ -72,16 +79,20 @@ bool PointToPoint::advance_send(Transfer& transfer, Links& links, TrafficCounter
     FrameHeader header = header_of(transfer, sent_[at(transfer.peer)]);
     const std::size_t length =
         std::min(transfer.size - transfer.moved, links.max_message() - sizeof header);
-    header.length = static_cast<std::uint32_t>(length);
     const Bytes staging = links.reserve(peers, sizeof header + length);
     if (staging.empty()) break;
     will_move();
-    links.copy()(staging.data() + sizeof header, transfer.data + transfer.moved, length);
+    const ConstBytes plain(transfer.data + transfer.moved, length);
+    const std::size_t packed = pack(transfer, plain, staging.subspan(sizeof header), links);
+    if (packed > 0) header.flags |= kFramePacked;
+    if (packed == 0) links.copy()(staging.data() + sizeof header, plain.data(), length);
+    header.length = static_cast<std::uint32_t>(packed > 0 ? packed : length);
+    const std::size_t bytes = sizeof header + header.length;
     std::memcpy(staging.data(), &header, sizeof header);
-    links.commit(sizeof header + length);
-    traffic.add(sizeof header + length, 1);
+    links.commit(bytes);
+    traffic.add(bytes, 1);
     transfer.moved += length;
-    has_moved({true, transfer.peer, header.operation, transfer.frames++, sizeof header + length});
+    has_moved({true, transfer.peer, header.operation, transfer.frames++, bytes});
     progressed = true;
   }
   return progressed;
@@ -164,10 +175,21 @@ void PointToPoint::land(Transfer& transfer, ConstBytes message) {
   if (header.fingerprint != expected.fingerprint && header.segment == 0)
     throw wrong_size(transfer, transfer.peer);
   expected.length = static_cast<std::uint32_t>(payload.size());
-  if (header != expected || payload.size() > transfer.size - transfer.moved)
+  const bool is_packed = (header.flags & kFramePacked) != 0;
+  if (is_packed) expected.flags |= kFramePacked;
+  const std::size_t length = is_packed ? codec::unpacked_bytes(payload) : payload.size();
+  if (header != expected || length > transfer.size - transfer.moved)
     throw TransportError(who + "a frame that does not fit this recv()", transfer.peer);
-  if (!payload.empty()) std::memcpy(transfer.data + transfer.moved, payload.data(), payload.size());
-  transfer.moved += payload.size();
+  const Bytes to(transfer.data + transfer.moved, length);
+  try {
+    if (is_packed)
+      codec::unpack(payload, to);
+    else if (!payload.empty())
+      std::memcpy(to.data(), payload.data(), length);
+  } catch (const InvalidArgument& error) {
+    throw TransportError(who + "a message that can't be decoded: " + error.what(), transfer.peer);
+  }
+  transfer.moved += length;
   ++transfer.frames;
 }
 

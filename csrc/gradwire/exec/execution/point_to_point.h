@@ -13,6 +13,7 @@
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/base/error.h"
+#include "gradwire/base/types.h"
 #include "gradwire/base/wire.h"
 #include "gradwire/base/work.h"
 #include "gradwire/exec/control/status.h"
@@ -26,6 +27,8 @@ struct Transfer {
   std::shared_ptr<Work> work;
   std::byte* data = nullptr;
   std::size_t size = 0;  // bytes
+  // send: what they are, where they travel packed (codec/lossless.h); none: they do not.
+  std::optional<DType> packed_as{};
   Rank peer = kAnyRank;  // recv: kAnyRank until matched
   double timeout = 0;    // seconds
   Deadline deadline = Deadline::never();

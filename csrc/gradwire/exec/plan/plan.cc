@@ -498,6 +498,10 @@ std::uint64_t bytes_with(const Plan& plan, const auto& frames, Rank peer) {
   return bytes;
 }
 
+void note_bytes(const Frame& frame, PlanFrames& frames) {
+  frames.most_bytes = std::max<std::size_t>(frames.most_bytes, frame.bytes);
+}
+
 }  // namespace
 
 Plan::Plan(const schedule::Schedule& schedule, Binding binding)
@@ -517,6 +521,8 @@ Plan::Plan(const schedule::Schedule& schedule, Binding binding)
   frames = with_wide_sums(std::move(frames), segmentation, spans, folds);
   frames = with_waits(std::move(frames), segmentation.segments());
   frames_ = with_addends(std::move(frames), binding_);
+  for (const Frame& frame : frames_.sends) note_bytes(frame, frames_);
+  for (const Frame& frame : frames_.receives) note_bytes(frame, frames_);
   segments_ = segmentation.segments();
   spans_ = std::move(spans.spans);
   store_offsets_ = std::move(store.offsets);

@@ -27,6 +27,7 @@
 
 #include "gradwire/base/op.h"
 #include "gradwire/codec/codec.h"
+#include "gradwire/codec/lossless.h"
 #include "gradwire/exec/plan/wide_folds.h"
 #include "gradwire/schedule/schedule.h"
 
@@ -97,6 +98,7 @@ struct PlanFrames {
   std::vector<ReceiveFrame> receives;
   std::vector<Chunk> chunks;
   std::vector<Rank> peers;
+  std::size_t most_bytes = 0;    // of any frame
   std::size_t most_addends = 0;  // of any frame
   // The float32 sums of 16-bit floats: how many lie side by side, and the elements of the largest.
   std::size_t wide_places = 0;
@@ -142,6 +144,12 @@ class Plan {
   const codec::Codec& codec() const noexcept { return *binding_.codec; }
   bool folds() const noexcept { return binding_.folds; }
   bool lossy() const noexcept { return binding_.is_lossy(); }
+  // Returns whether frames may travel packed (codec/lossless.h). They are planned as if they did
+  // not, so that sums have the same bits.
+  bool packs() const noexcept {
+    return codec().definition().kind == codec::Definition::Kind::kLossless &&
+           codec::packs(spec().dtype);
+  }
   std::uint32_t fingerprint() const noexcept { return fingerprint_; }
   // Returns OpSpec::to_string(), for messages.
   const std::string& text() const noexcept { return text_; }
@@ -174,6 +182,8 @@ class Plan {
   }
   std::size_t wide_elements() const noexcept { return frames_.wide_places * frames_.wide_elements; }
 
+  // Returns the bytes of the largest payload, at most.
+  std::size_t most_bytes() const noexcept { return frames_.most_bytes; }
   // Returns the most addends of any frame.
   std::size_t most_addends() const noexcept { return frames_.most_addends; }
 
