@@ -2,7 +2,8 @@
 
 A state is plain values, which travel by pickle from the first holder, and tensors, whose bytes form
 one line. Each holder sends an equal part of this line to every receiver. With one holder, as at the
-start of a training, that is a broadcast. Nothing is compressed: see docs/elastic.md.
+start of a training, that is a broadcast. No bit is lost: floats travel in the codec "lossless",
+which packs them where ranks share no memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 
 from gradwire._communicator import Communicator
 from gradwire.torch._ranks.broadcasts import mapped
+
+_CODEC = "lossless"
+_PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Slot(NamedTuple):
@@ -46,10 +50,10 @@ def share(
     if not has_it:
         check(packed)
         tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in slots]
-    lines = [each.view(-1).view(torch.uint8) for each in tensors]
+    lines = list(map(_flat, tensors))
     if len(holders) == 1:
         for line in filter(len, lines):
-            communicator.broadcast(line, root=holders[0])
+            communicator.broadcast(line, root=holders[0], codec=_CODEC)
     else:
         _send_parts(communicator, holders, receivers, lines)
     return unpack(packed, tensors)
@@ -61,13 +65,15 @@ def _send_parts(
     receivers: Sequence[int],
     lines: Sequence[torch.Tensor],
 ) -> None:
-    total, count = sum(map(len, lines)), len(holders)
+    total, count = sum(each.nbytes for each in lines), len(holders)
     ends = [total * i // count for i in range(count + 1)]
     works = []
     for i, holder in enumerate(holders):
         for piece in _cut(lines, ends[i], ends[i + 1]):
             if communicator.rank == holder:
-                works += [communicator.send(piece, to, async_op=True) for to in receivers]
+                works += [
+                    communicator.send(piece, to, codec=_CODEC, async_op=True) for to in receivers
+                ]
             elif communicator.rank in receivers:
                 works.append(communicator.recv(piece, holder, async_op=True))
     for work in works:
@@ -75,13 +81,14 @@ def _send_parts(
 
 
 def _cut(lines: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
-    """The pieces between two positions in lines that lie end to end."""
+    """The pieces between two bytes of lines that lie end to end, in whole elements."""
     at = 0
     for line in lines:
-        first, last = max(begin - at, 0), min(end - at, len(line))
-        if first < last:
+        size = line.element_size()
+        first, last = (-(-max(each - at, 0) // size) for each in (begin, end))
+        if first < min(last, len(line)):
             yield line[first:last]
-        at += len(line)
+        at += line.nbytes
 
 
 def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -90,6 +97,12 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(_line_of(value))
         return _Slot(len(tensors) - 1, value.dtype, tuple(value.shape))
     return mapped(value, lambda each: pack(each, tensors))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in one dimension; as bytes where the codec does nothing."""
+    flat = tensor.view(-1)
+    return flat if flat.dtype in _PACKED else flat.view(torch.uint8)
 
 
 def _line_of(tensor: torch.Tensor) -> torch.Tensor:
