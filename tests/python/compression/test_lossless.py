@@ -141,7 +141,7 @@ def test_what_cannot_shrink_takes_no_more_bytes(comm: Communicator) -> None:
 def test_a_block_of_another_size_is_a_disagreement(comm: Communicator) -> None:
     counts = (1000, 900)
     x = values("float32", 2 * counts[comm.rank], 0)
-    with pytest.raises(InvalidArgument, match="expects (3600|4000) bytes"):
+    with pytest.raises(InvalidArgument, match=r"expects (3600|4000) bytes"):
         comm.all_to_all(x, codec="lossless")
 
 

@@ -31,6 +31,7 @@ from gradwire.torch.exchange.rules import (
     compressible,
     is_at_least_16_bits,
     is_biased,
+    is_exact,
 )
 
 
@@ -247,7 +248,7 @@ class ResidualState:
         dtype, codec = call.arrays[0].dtype, call.codec
         if is_at_least_16_bits(codec):
             if call.keys is None:
-                return call._replace(codec="none")
+                return call if is_exact(codec) else call._replace(codec="none")
             if self._rules.compresses:
                 codec = codec_for_16_bits(dtype, self._ranks)
         return Call([each.float() for each in call.arrays], codec, call.keys, call.arrays)

@@ -170,7 +170,7 @@ class Rules:
     @property
     def lossy(self) -> str | None:
         """The name of a codec that never changes and loses something; None without one."""
-        return next((str(each) for each in self._static if str(each) != "none"), None)
+        return next((str(each) for each in self._static if not is_exact(each)), None)
 
     def biased(self, step: int) -> CodecLike | None:
         """A codec of that step that is biased, or of any stage; None without one."""
@@ -256,6 +256,13 @@ def is_sparse(codec: CodecLike) -> bool:
     return not isinstance(codec, Codec) and native(codec).name.startswith(("threshold", "topk"))
 
 
+def is_exact(codec: CodecLike) -> bool:
+    """Whether a codec loses nothing."""
+    return not isinstance(codec, Codec) and native(codec).exact
+
+
 def is_at_least_16_bits(codec: CodecLike) -> bool:
-    """Whether a codec sends at least 16 bits of each element."""
-    return not isinstance(codec, Codec) and native(codec).name.startswith(("none", "fp16", "bf16"))
+    """Whether a codec sends at least 16 bits of each element, or all of them in fewer."""
+    return is_exact(codec) or (
+        not isinstance(codec, Codec) and native(codec).name.startswith(("fp16", "bf16"))
+    )
