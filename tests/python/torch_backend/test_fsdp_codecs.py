@@ -399,3 +399,30 @@ def test_a_killed_rank_is_named(backend: str) -> None:
     text, peer = torch_ranks.run(2, in_backward, dying=(1,), backend=backend)[0]
     assert peer == 1
     assert "rank 1" in text
+
+
+@on_ranks
+def test_lossless_trains_with_the_bits_of_none() -> None:
+    for mesh in meshes().values():
+        for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)):
+            options = {} if policy is None else {"mp_policy": policy}
+            found = []
+            for codec, gather_codec in (("none", None), ("lossless", "lossless")):
+                module = sharded(mesh, **options)
+                state = register_fsdp(
+                    module, Compression(codec, min_elements=0), gather_codec=gather_codec
+                )
+                assert state.feedback is None
+                train(module, range(4), lr=0.05)
+                found.append([each.full_tensor() for each in module.parameters()])
+                state.close()
+            assert all(map(torch.equal, *found))
+
+
+@on_ranks
+def test_lossless_sends_fewer_bytes() -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GRADWIRE_TRANSPORT", "tcp")
+        for mesh in meshes().values():
+            plain, packed = (sent(each, None, mesh)[1] for each in ("none", "lossless"))
+            assert packed < 0.95 * plain

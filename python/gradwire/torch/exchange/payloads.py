@@ -9,6 +9,7 @@ from gradwire._errors import InvalidArgument
 from gradwire.codec import NativeCodec
 
 MOVABLE = ("bf16", "fp16", "int8")
+EXACT = "lossless"
 _FLOATS_OF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs, which GPUs have, too
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,14 +20,20 @@ class Payloads:
     Every rank decodes the same bytes to the same values.
     """
 
-    def __init__(self, codec: str | NativeCodec) -> None:
-        """Takes a codec; raises InvalidArgument for one that needs error feedback."""
+    def __init__(self, codec: str | NativeCodec, *, or_exact: bool = False) -> None:
+        """Takes a codec; raises InvalidArgument for one that needs error feedback.
+
+        With `or_exact` also "lossless", which has no payloads of a known size: collectives of
+        plain arrays take it.
+        """
         self._codec = native(codec)
         self.name = self._codec.name
-        if self.name.partition(":")[0] not in MOVABLE:
+        self.are_exact = self.name == EXACT
+        known = (*MOVABLE, EXACT) if or_exact else MOVABLE
+        if self.name.partition(":")[0] not in known:
             raise InvalidArgument(
                 f"codec '{self.name}' is for sums of gradients, with error feedback: parameters "
-                f"and activations travel as {', '.join(MOVABLE)}"
+                f"and activations travel as {', '.join(known)}"
             )
 
     def require_device(self, device: torch.device) -> None:

@@ -60,6 +60,12 @@ class PayloadAllGather(TorchAllocation):
         return None
 
     def _gather(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
+        if self._payloads.are_exact:
+            codec = self._payloads.name
+            self._communicator.all_gather(
+                input_tensor, out=output_tensor, codec=codec, check="size"
+            )
+            return
         runs = self._runs(input_tensor)
         size, total = self._communicator.size, runs[-1].end_byte
         payload = input_tensor.new_empty(total, dtype=torch.uint8)

@@ -44,7 +44,8 @@ def register_fsdp(
     gradients of all of it. Parameters are gathered in `gather_codec`, which is "bf16", "fp16" or,
     on CPUs, "int8" (of blocks of a shard), by default as they are. All ranks then compute with the
     same decoded parameters; the shards that the optimizer steps are not rounded. (FSDP: Zhao et al.
-    2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
+    2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel") On CPUs both codecs
+    may be "lossless", by which all bits stay as they are without.
 
     `compression`, `algorithm`, `scaler` and `optimizer` are as in `register`, and so is what
     happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in rules are
@@ -71,7 +72,7 @@ def register_fsdp(
     require_settings(scaler, optimizer)
     given, ranks = compression_of(compression, auto=True), ranks_of(ranks)
     whole = Model(model, dict(model.named_parameters()))
-    payloads = None if gather_codec is None else Payloads(gather_codec)
+    payloads = None if gather_codec is None else Payloads(gather_codec, or_exact=True)
     first = modules[0]
     if payloads is not None:
         payloads.require_device(first.group.device)
