@@ -126,8 +126,8 @@ def test_frames_are_fixed_and_small(listener: Listener) -> None:
 def test_the_psk_and_the_hello_have_the_bytes_that_the_protocol_says() -> None:
     digest = hashlib.sha256(b"job").digest()[:16]
     listener = bytes(range(1, 9))
-    hello = b"GWJ1" + bytes([4, 0, 2, 0]) + listener + digest + struct.pack("<IIii", 3, 1, 2, 0)
-    assert replace(HELLO, listener=int.from_bytes(listener, "little")).pack() == hello
+    hello = b"GWJ1" + bytes([5, 6, 2, 0]) + listener + digest + struct.pack("<IIii", 3, 1, 2, 0)
+    assert replace(HELLO, listener=int.from_bytes(listener, "little"), way=6).pack() == hello
     label = b"gradwire/2 control" + digest
     assert handshake._psk(SECRET, Purpose.CONTROL, "job") == hmac.digest(SECRET, label, "sha256")
 
