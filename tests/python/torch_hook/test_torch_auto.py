@@ -1,4 +1,4 @@
-"""The codec "auto": none, fp16, int8 or lowrank, by links, model and optimizer."""
+"""The codec "auto": none, lossless, fp16, int8 or lowrank, by links, model and optimizer."""
 
 from __future__ import annotations
 
@@ -93,9 +93,18 @@ def test_computing_that_hides_averaging_needs_no_codec() -> None:
     codecs = [str(later.settings(compute).last) for compute in (0.0, 0.02, 0.2, 20.0)]
     assert codecs[0] == str(found.last) == "lowrank"
     assert codecs[-1] == "none"
-    least = ["none", "fp16", "int8", "lowrank"]
+    least = ["none", "lossless", "fp16", "int8", "lowrank"]
     assert codecs == sorted(codecs, key=least.index, reverse=True)
     assert "steps that compute 20 ms would take none " in later.settings(0.02).why
+
+
+def test_no_bit_is_lost_where_that_is_nearly_as_fast() -> None:
+    model = network(512)
+    optimizer = ADAMW(model.parameters.values(), lr=0.1)
+    _, later = choice(model, ranks_of(1e8, FOUR_HOSTS), optimizer)
+    assert later is not None
+    codecs = [str(later.settings(compute).last) for compute in (0.1, 3.0, 5.0, 8.0)]
+    assert codecs == ["int8", "fp16", "lossless", "none"]
 
 
 class OnGpu(nn.Parameter):
@@ -274,12 +283,12 @@ def test_ranks_that_round_otherwise_agree_on_the_later_codec() -> None:
     model = network(512)
     _, later = choice(model, ranks_of(1e9, FOUR_HOSTS))
     assert later is not None
-    assert later.codecs == ["none", "fp16", "int8"]
+    assert later.codecs == ["none", "lossless", "fp16", "int8"]
     given: list[float] = []
 
     def most(own: float) -> float:
         given.append(own)
-        return 1.0  # of a rank that takes fp16
+        return 2.0  # of a rank that takes fp16
 
     assert str(later.settings(20.0, most).last) == "fp16"
     assert given == [0]
@@ -298,7 +307,7 @@ def test_ranks_whose_optimizers_allow_other_codecs_are_refused() -> None:
         with pytest.raises(gradwire.InvalidArgument) as raised:
             register(ddp, "auto", optimizer=optimizer)
     assert "a different codec=" in str(raised.value)
-    assert "auto, which chose none of none, fp16, int8, lowrank" in str(raised.value)
+    assert "auto, which chose none of none, lossless, fp16, int8, lowrank" in str(raised.value)
 
 
 @torch_ranks.on_ranks(2)

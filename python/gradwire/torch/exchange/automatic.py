@@ -35,7 +35,9 @@ _NEARLY = 1.05
 _RANK = 4  # of lowrank without options
 # Of a processor per byte of matrices, in lowrank: 1.69 ms for 4 MiB (codecs-2026-11-21.md).
 _SECONDS_PER_BYTE = 4e-10
-_CODECS = ("none", "fp16", "int8")
+_CODECS = ("none", "lossless", "fp16", "int8")
+# Of lossless: the bytes of float32 gradients (docs/compression.md), and of a processor per byte.
+_PACKED, _PACKING = 0.87, sum(_core.Codec("lossless").seconds_per_byte)
 _LOW_RANK = "lowrank"
 
 
@@ -208,7 +210,9 @@ def _times(
     found = measured(ranks, clock)
     costs = _Costs(ranks, _of_gpus(found) if on_gpus else found, way.collective)
     exchanges: dict[str, Exchange] = {
-        codec: partial(costs.share, codec, nbytes) for codec in _CODECS
+        codec: partial(costs.share, codec, nbytes)
+        for codec in _CODECS
+        if not (on_gpus and codec == "lossless")  # which packs nothing there
     }
     left = ""
     if low_rank is not None:
@@ -220,6 +224,10 @@ def _times(
             exchanges[_LOW_RANK] = partial(costs.share_of_low_rank, parts)
     hides = way.hides or on_gpus
     return _Times(StepTimes(nbytes, exchanges, hides=hides), costs.rate, on_gpus, left)
+
+
+# How often a rank sends each byte, nearly.
+_ROUNDS = {"all_reduce": 2, "reduce_scatter": 1}
 
 
 class _Costs(NamedTuple):
@@ -236,6 +244,10 @@ class _Costs(NamedTuple):
 
     def share(self, codec: str, nbytes: float, share: float) -> float:
         """The seconds of a call over a share of so many bytes of float32."""
+        if codec == "lossless":
+            moved = _ROUNDS[self.collective] * (self.ranks.size - 1) / self.ranks.size
+            packing = _PACKING * moved * nbytes * share
+            return self.share("none", _PACKED * nbytes, share) + packing
         hosts = [list(each) for each in self.ranks.hosts]
         by, size = _core.Codec(codec), self.ranks.size
         return self.model._core.choose(self.collective, size, nbytes * share, hosts, by)[2]
