@@ -52,8 +52,8 @@ def register(
     lowrank is chosen only for an `optimizer` that is not adaptive. On the CPU codecs also apply to
     bfloat16 and float16 gradients: these go through float32, feedback included, and the averages
     are rounded; with none, lossless, fp16 and bf16, and without feedback, they travel as they are.
-    Gradients of other types travel as they are, and gradwire's log warns of it. `algorithm` is as in
-    `Communicator.all_reduce`.
+    Gradients of other types travel as they are, and gradwire's log warns of it. `algorithm` is as
+    in `Communicator.all_reduce`.
 
     With `scaler`, a GradScaler, residuals follow the loss scale. With `optimizer` they follow the
     learning rate, so that a residual moves weights as far as it would have when it was kept (Zheng

@@ -49,10 +49,10 @@ def register_fsdp(
 
     `compression`, `algorithm`, `scaler` and `optimizer` are as in `register`, and so is what
     happens to gradients of bfloat16 and float16, here of FSDP's `reduce_dtype`. Names in rules are
-    those of ``model.named_parameters()``. "auto" is none, lossless, fp16 or int8;
-    lowrank was not measured on shards. Parameters of fewer than the Compression's `min_elements` (with replicas: shards of
-    fewer) are not gathered in `gather_codec` either. A step is a backward whose gradients are
-    synchronised: with `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
+    those of ``model.named_parameters()``. "auto" is none, lossless, fp16 or int8; lowrank was not
+    measured on shards. Parameters of fewer than the Compression's `min_elements` (with replicas:
+    shards of fewer) are not gathered in `gather_codec` either. A step is a backward whose gradients
+    are synchronised: with `set_requires_gradient_sync(False)` nothing is sent or kept, nor with
     `set_requires_all_reduce(False)` between replicas. Name the codec where the model is split by
     tensor parallelism too: "auto" is chosen by each data-parallel group for itself. There are no
     `momentum` and `clip_norm` of the hook's: FSDP has a whole gradient on no rank.
