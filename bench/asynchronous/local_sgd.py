@@ -24,7 +24,15 @@ from gradwire import ErrorFeedback
 from gradwire.codec import NativeCodec, get
 from gradwire.torch.outer.outer import OuterOptimizer
 
-from bench.asynchronous.local_sgd_report import Outcome, Way, document, read
+from bench.asynchronous.local_sgd_report import (
+    DENSER,
+    SPARSE,
+    TWO_BITS,
+    Outcome,
+    Way,
+    document,
+    read,
+)
 from bench.common.report import beside, save, stem_of
 from bench.training.models import text
 from bench.training.models.stacked import Parameters, StackedModel
@@ -35,9 +43,6 @@ _WARM_UP, _UNSEEN, _LEAST = 0.1, 256, 1024  # elements that are compressed
 _RATES = {"adamw": (0.004, 0.008, 0.016), "muon": (0.01, 0.02, 0.04)}
 _LOCAL_RATES = {"adamw": (0.002, 0.004, 0.008), "muon": (0.005, 0.01, 0.02)}  # between averages
 _BESIDE_MUON = 0.008  # AdamW's rate for what Muon does not train
-SPARSE = "topk:density=0.015625,values=2bit"
-DENSER = "topk:density=0.0625,values=2bit"
-FEW_BITS = ("topk:density=1,values=2bit", "int8")
 _MODULE = "bench.asynchronous.local_sgd"
 
 
@@ -226,7 +231,7 @@ def by_inner(runs: Runs, steps: int) -> None:
     """Muon inside, with outer gradients of few bits, beside AdamW inside."""
     dense = _dense(runs, 8, steps)
     muon = runs.best(_rates(dense._replace(inner="muon")))
-    for codec in ("none", *FEW_BITS):
+    for codec in ("none", TWO_BITS, "int8"):
         runs.train(muon._replace(codec=codec))
         runs.train(dense._replace(codec=codec))
     runs.train(runs.best(_rates(Way("muon", 0.0, 1, steps))))

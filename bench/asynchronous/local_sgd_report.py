@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 from bench.common import report
 
+SPARSE = "topk:density=0.015625,values=2bit"
+DENSER = "topk:density=0.0625,values=2bit"
+TWO_BITS = "topk:density=1,values=2bit"
+
 
 class Way(NamedTuple):
     """How is trained."""
@@ -134,18 +138,23 @@ class Rows:
         dense = self._diloco(8)
         rows = []
         for inner, title in (("adamw", "AdamW"), ("muon", "Muon")):
-            for codec in ("none", "int8", "topk:density=1,values=2bit"):
+            for codec in ("none", "int8", TWO_BITS):
                 row = self.best(inner=inner, ranks=8, every=30, codec=codec)
                 if row is not None:
                     rows.append([title, f"`{codec}`", row.losses, row.above(dense), row.ratio])
         head = "inside | outer gradients | loss | above AdamW, dense | fewer bytes"
         return report.table(head, rows, "ll")
 
-    def decays(self) -> list[str]:
-        """SparseLoCo by decay of residuals."""
-        found = [self.best(sparse=True, every=30, decay=each) for each in (0.9, 0.95, 1.0)]
-        rows = [[str(row.way.decay), row.losses] for row in found if row is not None]
-        return report.table("residuals that stay | loss", rows)
+    def variants(self) -> list[str]:
+        """SparseLoCo by decay of residuals, and by density."""
+        ways = [(SPARSE, 0.9), (SPARSE, 0.95), (SPARSE, 1.0), (DENSER, 0.95)]
+        found = [self.best(sparse=True, every=30, codec=each, decay=decay) for each, decay in ways]
+        rows = [
+            [f"`{row.way.codec}`", str(row.way.decay), row.losses, row.above(self._diloco(4))]
+            for row in found
+            if row is not None
+        ]
+        return report.table("SparseLoCo | decay | loss | above DiLoCo", rows)
 
     def searched(self) -> list[str]:
         """Everything that was run."""
@@ -164,7 +173,7 @@ class Rows:
             reached = report.reached(sparse.loss <= dense.loss)
             yield f"- SparseLoCo ≤ DiLoCo, rounds of 30, 4 ranks: {sparse.above(dense)}, {reached}."
         adamw = self._diloco(8)
-        muon = self.best(inner="muon", ranks=8, every=30, codec="topk:density=1,values=2bit")
+        muon = self.best(inner="muon", ranks=8, every=30, codec=TWO_BITS)
         if adamw is not None and muon is not None:
             reached = report.reached(muon.loss < adamw.loss)
             yield f"- Muon in 2 bits < AdamW dense, 8 ranks: {muon.above(adamw)}, {reached}."
@@ -173,7 +182,7 @@ class Rows:
         return self.best(inner="adamw", ranks=ranks, every=every, codec="none")
 
     def _sparse(self, every: int) -> Row | None:
-        return self.best(sparse=True, every=every, decay=0.95)
+        return self.best(sparse=True, every=every, codec=SPARSE, decay=0.95)
 
 
 def document(outcomes: Sequence[Outcome], command: str) -> str:
@@ -188,7 +197,7 @@ def document(outcomes: Sequence[Outcome], command: str) -> str:
         rows.verdicts(),
         report.section("By number of ranks", rows.by_ranks()),
         report.section("By length of a round, 4 ranks", rows.by_rounds()),
-        report.section("By decay of residuals", rows.decays()),
+        report.section("SparseLoCo in other ways, rounds of 30", rows.variants()),
         report.section("By inner optimizer, 8 ranks", rows.by_inner()),
         report.section("Everything that was run", rows.searched()),
     )
