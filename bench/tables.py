@@ -24,7 +24,6 @@ from bench.asynchronous import (
     downpour_report,
     downpour_search_report,
     downpour_simulated_report,
-    local_sgd_report,
     sandblaster_report,
     stragglers_report,
 )
@@ -34,7 +33,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
-from bench.local_sgd import coming_and_going_report, streaming_report
+from bench.local_sgd import coming_and_going_report, losses_report, streaming_report
 from bench.network import long_link_report, two_interfaces_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
@@ -339,8 +338,8 @@ def local_sgd_by_rounds(results: Path) -> list[str]:
     return _local_sgd(results).by_rounds()
 
 
-def _local_sgd(results: Path) -> local_sgd_report.Rows:
-    return local_sgd_report.Rows(local_sgd_report.read(newest(results, "local-sgd-*-runs.jsonl")))
+def _local_sgd(results: Path) -> losses_report.Rows:
+    return losses_report.Rows(losses_report.read(newest(results, "local-sgd-*-runs.jsonl")))
 
 
 def optimizers(results: Path) -> list[str]:

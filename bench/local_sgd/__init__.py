@@ -1,1 +1,1 @@
-"""Local SGD: whether exchanges hide behind training, and what it costs that ranks come and go."""
+"""Local SGD: its losses, whether exchanges hide behind training, what coming and going costs."""

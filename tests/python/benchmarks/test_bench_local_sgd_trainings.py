@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.asynchronous import local_sgd
-from bench.asynchronous.local_sgd import Exchange, Training
-from bench.asynchronous.local_sgd_report import Outcome, Rows, Way, document, read
+from bench.local_sgd import losses
+from bench.local_sgd.losses import Exchange, Training
+from bench.local_sgd.losses_report import Outcome, Rows, Way, document, read
 from bench.training.models.stacked import StackedModel
 
 DENSE = Way("adamw", 0.004, 2, 4, 2)
@@ -69,12 +69,12 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
         def run(self) -> Outcome:
             return self.outcome
 
-    monkeypatch.setattr(local_sgd, "Training", Fake)
+    monkeypatch.setattr(losses, "Training", Fake)
     monkeypatch.setattr(sys, "argv", ["local_sgd", "--output", str(tmp_path / "found")])
-    assert local_sgd.main() == 0
+    assert losses.main() == 0
     once = list(trained)
     assert len(set(once)) == len(once) == len(read(tmp_path / "found-runs.jsonl"))
-    assert local_sgd.main() == 0
+    assert losses.main() == 0
     assert trained == once
     assert "missed" in (tmp_path / "found.md").read_text(encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Local SGD of a small language model: DiLoCo, SparseLoCo and MuLoCo beside averaged gradients.
 
-    python -m bench.asynchronous.local_sgd           # an hour of one core; goes on where it ended
-    python -m bench.asynchronous.local_sgd --report  # writes the tables of what has been run
+    python -m bench.local_sgd.losses           # an hour of one core; goes on where it ended
+    python -m bench.local_sgd.losses --report  # writes the tables of what has been run
 
 All ranks are in one process, and all ways compute as many gradients of the same windows of text.
 Every learning rate is searched with the first seed; the others train at the best one. Ranks' outer
@@ -24,7 +24,8 @@ from gradwire import ErrorFeedback
 from gradwire.codec import NativeCodec, get
 from gradwire.torch.outer.outer import OuterOptimizer
 
-from bench.asynchronous.local_sgd_report import (
+from bench.common.report import beside, save, stem_of
+from bench.local_sgd.losses_report import (
     DENSER,
     SPARSE,
     TWO_BITS,
@@ -33,7 +34,6 @@ from bench.asynchronous.local_sgd_report import (
     document,
     read,
 )
-from bench.common.report import beside, save, stem_of
 from bench.training.models import text
 from bench.training.models.stacked import Parameters, StackedModel
 
@@ -43,7 +43,7 @@ _WARM_UP, _UNSEEN, _LEAST = 0.1, 256, 1024  # elements that are compressed
 _RATES = {"adamw": (0.004, 0.008, 0.016), "muon": (0.01, 0.02, 0.04)}
 _LOCAL_RATES = {"adamw": (0.002, 0.004, 0.008), "muon": (0.005, 0.01, 0.02)}  # between averages
 _BESIDE_MUON = 0.008  # AdamW's rate for what Muon does not train
-_MODULE = "bench.asynchronous.local_sgd"
+_MODULE = "bench.local_sgd.losses"
 
 
 class Exchange:
