@@ -33,9 +33,9 @@ Gpu::Gpu(std::shared_ptr<CommunicatorHandle> users, std::shared_ptr<Communicator
   const cuda::OnDevice here(cuda_api(), device_);
   kept_.kept = messages.kept;
   const exec::Identity& identity = users_->get().identity();
-  parts_ = std::make_shared<Parts>(
-      cuda::GpuIdentity{identity.rank, identity.size, identity.hosts, device_},
-      std::move(messages.messages), *shadow_, *users_);
+  parts_ = std::make_shared<Parts>(cuda::GpuIdentity{identity.rank, identity.size, identity.hosts,
+                                                     device_, users_->get().has_sites()},
+                                   std::move(messages.messages), *shadow_, *users_);
   messages_ = parts_->gpu->messages();
 }
 

@@ -47,6 +47,7 @@ void GpuCommunicator::bind(exec::Request& request, GpuFeedback* feedback,
                            const CallStream& stream) {
   request.rank = identity_.rank;
   request.size = identity_.size;
+  if (!identity_.has_sites) request.codec = plans_.codec_for(request);
   exec::check_arrays(request);
   if (feedback != nullptr) feedback->require_fits(request.keys);
   const bool one_level =

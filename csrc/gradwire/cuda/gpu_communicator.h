@@ -25,6 +25,7 @@ struct GpuIdentity {
   int size = 1;
   std::vector<std::vector<Rank>> hosts;  // ranks of each host (exec::Identity)
   int device = 0;
+  bool has_sites = false;  // whether there are several: calls here do not tell them apart
 };
 
 class GpuCommunicator {

@@ -87,6 +87,11 @@ void Communicator::set_sites(schedule::Sites sites) {
   engine_->plans.set_sites(std::move(sites));
 }
 
+bool Communicator::has_sites() const {
+  const std::lock_guard lock(engine_->mutex);
+  return engine_->plans.has_sites();
+}
+
 AwaitedSenders& Communicator::awaited_senders() noexcept { return engine_->senders; }
 
 Traffic Communicator::traffic() const { return engine_->traffic.read(); }

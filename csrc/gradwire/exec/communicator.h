@@ -40,6 +40,7 @@ class Communicator {
   // Sets the cost model behind algorithm="auto": the same on all ranks, between two calls.
   void set_model(schedule::CostModel model);
   void set_sites(schedule::Sites sites);  // likewise
+  bool has_sites() const;                 // whether there are several
   void run(const Request& request, const Interrupt& interrupt = nullptr);
   // Starts the request and drives it for some microseconds; wait() does the rest. `slow` is called
   // before it takes longer, which it does to find out which rank failed.

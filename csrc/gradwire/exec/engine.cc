@@ -55,6 +55,7 @@ std::shared_ptr<Work> Engine::enqueue(Lock& lock, const Request& given) {
     life.require_alive();
   }
   pending->timeout = request.timeout;
+  request.codec = given.codec;  // observers learn what was asked for
   pending->submission = observer ? observer->submitted(request) : Submission{};
   std::shared_ptr<Work> work = calls.push(std::move(pending));
   if (driver.taken(lock)) wakeup.ring();

@@ -39,6 +39,23 @@ def test_results_are_those_of_the_cpu(threads: bool) -> None:
         assert all(each.values()), each
 
 
+def test_a_codec_between_sites_encodes_nothing_at_one() -> None:
+    run(
+        """
+        def body(comm):
+            plain, coded = Array(values(comm.rank)), Array(values(comm.rank))
+            comm.all_reduce(plain)
+            feedback = gradwire.ErrorFeedback()
+            wish = dict(codec="int8:between=sites", feedback=feedback, key="x")
+            for _ in range(2):
+                coded.put(values(comm.rank))
+                comm.all_reduce(coded, **wish)
+            assert coded.get().tobytes() == plain.get().tobytes()
+            assert not feedback.residual("x").any()
+        """
+    )
+
+
 def test_every_collective_and_its_results() -> None:
     run(
         """

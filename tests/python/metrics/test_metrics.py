@@ -116,6 +116,17 @@ def test_prometheus_reads_what_ranks_count(port: None) -> None:
     assert value(found, "gradwire_received_messages_total", rank=1, peer=0) == 1
 
 
+def test_a_call_counts_for_the_codec_that_was_asked_for(port: None) -> None:
+    """Between sites, of which there is one, it encodes nothing."""
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(1000, np.float32), codec="int8:between=sites", feedback=False)
+
+    run(2, body, transport="tcp")
+    labels = {"rank": 0, "collective": "all_reduce", "codec": "int8:between=sites"}
+    assert value(parsed(fetched()), "gradwire_call_input_bytes_total", **labels) == 4_000
+
+
 def test_the_kernel_says_round_trips_of_open_sockets_alone(port: None) -> None:
     def body(comm: Communicator) -> Samples:
         comm.all_reduce(np.ones(1000, np.float32))

@@ -104,8 +104,7 @@ void PlanCache::set_sites(schedule::Sites sites) {
 }
 
 std::shared_ptr<const codec::Codec> PlanCache::codec_for(const Request& request) const {
-  if (!request.codec || !request.codec->between_sites() || setting_.sites.ranks.size() > 1)
-    return request.codec;
+  if (!request.codec || !request.codec->between_sites() || has_sites()) return request.codec;
   check_types(request.collective, request.dtype, request.op, *request.codec);
   return nullptr;
 }

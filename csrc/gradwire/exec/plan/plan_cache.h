@@ -40,6 +40,7 @@ class PlanCache {
   void set_model(schedule::CostModel model);
   // Likewise the sites, of which there is one until then.
   void set_sites(schedule::Sites sites);
+  bool has_sites() const noexcept { return setting_.sites.ranks.size() > 1; }
 
   // Returns the codec of a call, which is none for one that only encodes between sites if there is
   // one site.
