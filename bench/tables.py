@@ -27,6 +27,7 @@ from bench.asynchronous import (
     sandblaster_report,
     stragglers_report,
 )
+from bench.codecs import lossless
 from bench.common import report
 from bench.common.report import RESULTS, ROOT, size
 from bench.cuda import report as gpu_report
@@ -451,6 +452,12 @@ def metrics(results: Path) -> list[str]:
     return trace_cost.table(_loaded(newest(results, "metrics-cost-*.json")))
 
 
+def packed(results: Path) -> list[str]:
+    """Bytes and speed of the codec lossless."""
+    path = newest(results, "lossless-*.json")
+    return _of(path, lossless.table(_loaded(path)))
+
+
 def _of(path: Path, rows: list[str]) -> list[str]:
     """Rows after a line that says when, where and beside what they were measured."""
     found = _loaded(path)
@@ -495,6 +502,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "two-interfaces": two_interfaces,
     "trace-cost": traces,
     "metrics-cost": metrics,
+    "lossless": packed,
 }
 
 
