@@ -42,8 +42,9 @@ def document(found: Found) -> str:
         "Streaming DiLoCo on a slow link",
         f"{report.origin(found)} Two ranks, {found['parameters']:,} parameters, a round of "
         f"{found['every']} inner steps; medians of {len(found['rows'][0]['with'])} turns. The link "
-        "has exactly the rate that a fragment needs to travel in `delay` steps, and a step is that "
-        f"of the slower rank. Goal: at most {GOAL} times the step without exchange.",
+        "has exactly the rate that a fragment needs to travel in `delay` steps, a step is made to "
+        "last 30 ms, and counts as that of the slower rank. Goal: at most "
+        f"{GOAL} times the step without exchange.",
         table(found),
     )
 
