@@ -149,7 +149,7 @@ def _result(case: Case, cluster: Cluster) -> Result:
     chosen, later = choose(model, ranks, Compression("auto"), optimizer, ranks.clock)  # type: ignore[arg-type]
     assert later is not None
     last = later.settings(case.compute).last
-    codecs = ["none", "fp16", "int8"] + (["lowrank"] if case.optimizer == "SGD" else [])
+    codecs = ["none", "fp16", "int8"] + (["int4", "lowrank"] if case.optimizer == "SGD" else [])
     parts = buckets(_network(width))
     steps = {each: _step(parts, case.compute, cluster, each) for each in codecs}
     return Result(case, str(chosen.last), str(last), steps)

@@ -38,7 +38,7 @@ ONEBIT = "onebit:block=8192+momentum+rate+ends=int8+int8=0.2"
 THRESHOLD = "threshold:density=0.01+momentum+rate+ends=int8+int8=0.15"
 TOPK = "topk:density=0.0029+momentum+rate+ends=int8+int8=0.15"
 LOW_RANK = "lowrank+int8=0.05"
-TRAINED = ("none", "fp16", "bf16", "int8", ONEBIT, THRESHOLD, TOPK, LOW_RANK)
+TRAINED = ("none", "fp16", "bf16", "int8", "int4", ONEBIT, THRESHOLD, TOPK, LOW_RANK)
 
 
 class Options(NamedTuple):

@@ -33,7 +33,7 @@ METHODS = [
     *map(Method, methods.PEERS),
     *map(Method.parse, methods.TRAINED),
     *(Method.parse(each).control for each in methods.TRAINED if Method.parse(each).feeds_back),
-    *(Method.parse(each)._replace(feedback=True) for each in ("fp16", "bf16", "int8")),
+    *(Method.parse(each)._replace(feedback=True) for each in ("fp16", "bf16", "int8", "int4")),
 ]
 # The best of 0.02, 0.05, 0.1 and 0.2 for codec none, by training loss.
 LEARNING_RATES = {16: 0.1, 64: 0.1}

@@ -15,6 +15,7 @@ from ranks import on_ranks, run
 
 SPECS = [
     *("none", "fp16:scale=1024", "bf16", "int8:block=64", "int8:rounding=stochastic,seed=7"),
+    *("int4", "int4:block=64,rounding=stochastic,seed=7"),
     *("onebit", "onebit:block=96", "threshold", "threshold:tau=0.75", "topk:density=0.01"),
     *("topk:density=0.2,values=fp16", "topk:density=0.2,values=2bit", "lowrank", "lowrank:rank=2"),
 ]

@@ -1,4 +1,4 @@
-"""The codec "auto": none, lossless, fp16, int8 or lowrank, by links, model and optimizer."""
+"""The codec "auto": none, lossless, fp16, int8, int4 or lowrank, by links, model and optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choice(model: Model, ranks: SimulatedRanks, optimizer: Any = None) -> Chosen
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 CASES: list[tuple[float, Any, int, Any, str, str]] = [
-    (1e9, FOUR_HOSTS, 512, SGD, "lowrank", "4.2 MB of gradients over links that were measured at "),
+    (1e9, FOUR_HOSTS, 512, SGD, "int4", "4.2 MB of gradients over links that were measured at "),
     (1e9, FOUR_HOSTS, 512, ADAMW, "int8", "left out: with AdamW training ends at a higher loss"),
     (1e8, [[0, 1, 2, 3]], 512, None, "int8", "Mbit/s, averaging would take none "),
     (1e8, [[0, 1, 2, 3]], 512, None, "int8", "optimizer= was not given"),
@@ -91,9 +91,9 @@ def test_computing_that_hides_averaging_needs_no_codec() -> None:
     found, later = choice(model, ranks_of(1e9, FOUR_HOSTS), optimizer)
     assert later is not None
     codecs = [str(later.settings(compute).last) for compute in (0.0, 0.02, 0.2, 20.0)]
-    assert codecs[0] == str(found.last) == "lowrank"
+    assert codecs[0] == str(found.last) == "int4"
     assert codecs[-1] == "none"
-    least = ["none", "lossless", "fp16", "int8", "lowrank"]
+    least = ["none", "lossless", "fp16", "int8", "int4", "lowrank"]
     assert codecs == sorted(codecs, key=least.index, reverse=True)
     assert "steps that compute 20 ms would take none " in later.settings(0.02).why
 
@@ -116,8 +116,8 @@ class OnGpu(nn.Parameter):
 @pytest.mark.parametrize(
     ("rate", "hosts", "codec", "why"),
     [
-        (1e9, FOUR_HOSTS, "int8", "is left out: what it costs a GPU was not measured"),
-        (1e9, [[0, 1], [2, 3]], "int8", "the 4.2 MB of gradients over links"),
+        (1e9, FOUR_HOSTS, "int4", "is left out: what it costs a GPU was not measured"),
+        (1e9, [[0, 1], [2, 3]], "int4", "the 4.2 MB of gradients over links"),
         (1e8, [[0, 1, 2, 3]], "none", "between GPUs of one host none pays"),
     ],
 )
@@ -307,7 +307,7 @@ def test_ranks_whose_optimizers_allow_other_codecs_are_refused() -> None:
         with pytest.raises(gradwire.InvalidArgument) as raised:
             register(ddp, "auto", optimizer=optimizer)
     assert "a different codec=" in str(raised.value)
-    assert "auto, which chose none of none, lossless, fp16, int8, lowrank" in str(raised.value)
+    assert "auto, which chose none of none, lossless, fp16, int8, int4, lowrank" in str(raised.value)
 
 
 @torch_ranks.on_ranks(2)

@@ -12,7 +12,7 @@ def test_what_auto_chooses_is_nearly_the_fastest_over_a_grid() -> None:
     assert len(found) == len(cases) == 24
     far = [str(each) for each in found if each.slower > choices.CLOSE]
     assert not far
-    assert {each.chosen for each in found} == {"none", "fp16", "int8", "lowrank"}
+    assert {each.chosen for each in found} == {"none", "fp16", "int8", "int4", "lowrank"}
 
 
 def test_a_choice_that_ignores_computing_is_not() -> None:

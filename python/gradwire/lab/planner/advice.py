@@ -30,7 +30,7 @@ from gradwire.lab.planner.volumes import volumes
 from gradwire.lab.simulation.exchange import check_codec
 from gradwire.lab.simulation.topology import Topology, flat
 
-CODECS = ("none", "fp16", "int8", "onebit", "topk", "lowrank")
+CODECS = ("none", "fp16", "int8", "int4", "onebit", "topk", "lowrank")
 Progress = Callable[[float, str], None]
 _PREDICTED, _JUDGED = 0.6, 0.8  # of the progress: all steps are predicted, sentences are made
 

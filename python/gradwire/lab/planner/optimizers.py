@@ -12,6 +12,7 @@ from gradwire.lab.planner.tables.network import CONV, Network
 
 _SGD, _ONE_BIT_ADAM, _ADAMS = "sgd", "onebitadam", ("adam", "adamw")
 _OF_ONE_BIT_ADAM = ("none", "int8", "onebit")
+_FOR_SGD = "int4"  # whole trainings with other optimizers were not measured
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Optimizer:
         Raises InvalidArgument for one that it does not.
         """
         if given is None:
-            return [each for each in usual if self.allows(each)]
+            return [each for each in usual if self.allows(each) and self._is_known(each)]
         for each in given:
             if not self.allows(each):
                 raise InvalidArgument(
@@ -64,6 +65,9 @@ class Optimizer:
                     f"{', '.join(each for each in usual if self.allows(each))}, or no codecs"
                 )
         return list(given)
+
+    def _is_known(self, codec: str) -> bool:
+        return self.name == _SGD or codec.partition(":")[0] != _FOR_SGD
 
     def assumptions(self) -> list[str]:
         """What the report says of it."""

@@ -47,11 +47,12 @@ def register(
     """Makes a DDP model average its gradients with gradwire; every rank calls it, before training.
 
     `compression` is a codec, or a `Compression`: a codec with its rules, residuals and warm-up.
-    "auto" is none, lossless, fp16, int8 or lowrank, by the links, which it measures, the model and
-    `optimizer`, and once more by the first steps' time; the log and the state's `why` say why.
-    lowrank is chosen only for an `optimizer` that is not adaptive. On the CPU codecs also apply to
-    bfloat16 and float16 gradients: these go through float32, feedback included, and the averages
-    are rounded; with none, lossless, fp16 and bf16, and without feedback, they travel as they are.
+    "auto" is none, lossless, fp16, int8, int4 or lowrank, by the links, which it measures, the
+    model and `optimizer`, and once more by the first steps' time; the log and the state's `why` say
+    why. int4 and lowrank are chosen only for an `optimizer` that is not adaptive. On the CPU codecs
+    also apply to bfloat16 and float16 gradients: these go through float32, feedback included, and
+    the averages are rounded; with none, lossless, fp16 and bf16, and without feedback, they travel
+    as they are.
     Gradients of other types travel as they are, and gradwire's log warns of it. `algorithm` is as
     in `Communicator.all_reduce`.
 

@@ -5,8 +5,9 @@ hardly longer than with the fastest one. How long a rank computes is known after
 the ranks choose once more, and before that only averaging counts. Every rank computes the same,
 from times on which they agree.
 
-lowrank is one of the codecs only for an optimizer that is known to be linear in the gradient, such
-as SGD: before AdamW it costs a higher loss.
+int4 and lowrank are among the codecs only for an optimizer that is known to be linear in the
+gradient, such as SGD: before AdamW lowrank costs a higher loss, and of int4 no whole training was
+measured.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SECONDS_PER_BYTE = 4e-10
 _CODECS = ("none", "lossless", "fp16", "int8")
 # Of lossless: the bytes of float32 gradients (docs/compression.md), and of a processor per byte.
 _PACKED, _PACKING = 0.87, sum(_core.Codec("lossless").seconds_per_byte)
-_LOW_RANK = "lowrank"
+_FOR_LINEAR, _LOW_RANK = "int4", "lowrank"
 
 
 class _Choice(NamedTuple):
@@ -196,7 +197,7 @@ def _times(
 ) -> _Times | _Choice:
     """Measures the links; or says why no codec can pay.
 
-    With `low_rank`, its min_elements and the optimizer, lowrank is a candidate.
+    With `low_rank`, its min_elements and the optimizer, int4 and lowrank are candidates.
     """
     gradients = [p for p in model.parameters.values() if p.requires_grad and compressible(p)]
     nbytes = 4 * sum(map(gradient_elements, gradients)) / way.shards
@@ -217,6 +218,8 @@ def _times(
     left = ""
     if low_rank is not None:
         min_elements, optimizer = low_rank
+        if optimizer is not None and not is_adaptive(optimizer):
+            exchanges[_FOR_LINEAR] = partial(costs.share, _FOR_LINEAR, nbytes)
         if unsuited := _why_not_low_rank(optimizer, on_gpus):
             left = f"; lowrank is left out: {unsuited}"
         else:

@@ -201,7 +201,7 @@ struct UnitEncoder {
 
   // Returns the scale of the block that group `lane` is in.
   __device__ Scale scale_of_group(const float (&v)[kCount], bool stochastic) const {
-    std::uint32_t keys[share.kTurns] = {};
+    std::uint32_t keys[UnitShare<kWide>::kTurns] = {};
     for (unsigned turn = 0; turn < share.kTurns; ++turn) {
       for (unsigned k = 0; k < kWide; ++k)
         keys[turn] = Larger{}(keys[turn], key_of(v[turn * kWide + k]));
