@@ -49,7 +49,7 @@ CASES: list[tuple[float, Any, int, Any, str, str]] = [
     (1e9, FOUR_HOSTS, 512, ADAMW, "int8", "left out: with AdamW training ends at a higher loss"),
     (1e8, [[0, 1, 2, 3]], 512, None, "int8", "Mbit/s, averaging would take none "),
     (1e8, [[0, 1, 2, 3]], 512, None, "int8", "optimizer= was not given"),
-    (1e8, [[0, 1], [2, 3]], 512, SGD, "lowrank", "after 500 steps in int8"),
+    (1e8, [[0, 1], [2, 3]], 512, SGD, "int4", "Mbit/s, averaging would take none "),
     (1e9, FOUR_HOSTS, 1, SGD, "none", "none "),
     (0, [[0, 1, 2, 3]], 512, SGD, "none", "over shared memory none pays"),
     (1e8, [[0]], 512, SGD, "none", "there is nothing to compress"),
@@ -143,7 +143,7 @@ def wide() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("link", "codec"),
-    [(None, "none"), ("10mbit,100us", "Stages((0, 'int8'), (500, 'lowrank'))")],
+    [(None, "none"), ("10mbit,100us", "int4")],
 )
 @torch_ranks.on_ranks(2)
 def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
