@@ -25,6 +25,7 @@ from gradwire.torch.exchange.engine import are_finite
 from gradwire.torch.outer import checks
 
 _LOOK_SECONDS = 0.02  # between two looks whether servers are reached, or a round is over
+_NOTHING = 1e-20  # a weight beside those of inner steps
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,7 +80,8 @@ class DiLoCo:
         `every` inner steps make an outer gradient. `inner_optimizer`, `lr`, `momentum` and
         `nesterov` are as in `gradwire.torch.DiLoCo`, and all ranks give the same. `quorum` and
         `grace` are those of `gradwire.serve.Rounds`: a round goes on without the others `grace`
-        seconds after `quorum` ranks have pushed; take the time of a few inner steps.
+        seconds after `quorum` ranks have pushed, while all train on. Half the time of a round is a
+        good choice: pushes that count late cost loss.
 
         `compression` is the codec of pushes, or a `Compression` of names; what they lose goes with
         the next push, unless its `feedback` is False. With `pull_codec` int8 or onebit, differences
@@ -269,6 +271,10 @@ class DiLoCo:
             self._fetch()  # so that the push is in time, and its round ends
             self._begin_push()
             self._settle(wait=True)
+            if any(map(operator.gt, self._awaited, (each + 1 for each in self.versions))):
+                self._weight = _NOTHING  # a round has ended meanwhile: a second push is in time
+                self._begin_push()
+                self._settle(wait=True)
         self._await_pushed()
 
     def _await_pushed(self) -> None:
