@@ -32,7 +32,7 @@ class Plan:
     seed: int = 1
     every: int = 25
     step_seconds: float = 0.02  # that an inner step is made to last
-    grace: float = 0.04
+    grace: float = 0.25
     batch: int = 32
     hidden: int = 32
     rate: float = 0.1

@@ -104,13 +104,6 @@ TEST(Rounds, GoOnAsIfALatePushHadNotCome) {
   EXPECT_TRUE(patient.over());
 }
 
-TEST(Rounds, EndWithLatePushesOfAllThatAreExpected) {
-  Rounds rounds({.quorum = 1, .grace = 0});
-  rounds.join(1);
-  rounds.push(1, 1, /*late=*/true);
-  EXPECT_TRUE(rounds.over());
-}
-
 TEST(Rounds, DoNotEndWithoutWeight) {
   Rounds rounds({.quorum = 1, .grace = 0});
   rounds.join(1);
@@ -229,7 +222,8 @@ TEST_P(ServeRounds, AStoppedClientDelaysARoundByTheGraceTimeAtMost) {
   const Arrays g = random_of(table, 1);
   for (std::uint64_t round = 1; round <= 3; ++round) {
     for (const auto& each : {a.get(), b.get()})
-      job.wait(each->push(spans_of<Gradients>(g), {.codec = "none"}, soon(), soon()));
+      for (int i = 0; i < 2; ++i)  // they pull nothing, so their first pushes are late
+        job.wait(each->push(spans_of<Gradients>(g), {.codec = "none"}, soon(), soon()));
     job.wait(a->ask(Op::kWait, round, soon()));
   }
   Arrays w = zeros_of(table);

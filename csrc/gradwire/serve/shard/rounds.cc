@@ -24,21 +24,15 @@ bool Rounds::has_quorum() const {
   return in_time_ >= std::min(limits_.quorum, clients);
 }
 
-bool Rounds::all_expected(bool Member::* pushed) const {
-  return std::ranges::all_of(members_, [&](const auto& each) {
-    return each.second.place != Place::kExpected || each.second.*pushed;
-  });
-}
-
-// With late pushes alone, of all that it expects, a round ends after the grace time, too.
 bool Rounds::over() {
-  const bool quorum = has_quorum();
-  if (weight_ <= 0 || (!quorum && !all_expected(&Member::pushed))) {
+  if (weight_ <= 0 || !has_quorum()) {
     due_ = Deadline::never();
     return false;
   }
   if (due_.is_never()) due_ = Deadline::after(limits_.grace);
-  return due_.passed() || (quorum && all_expected(&Member::in_time));
+  return due_.passed() || std::ranges::all_of(members_, [](const auto& each) {
+           return each.second.place != Place::kExpected || each.second.in_time;
+         });
 }
 
 void Rounds::next() {

@@ -42,14 +42,13 @@ class Rounds {
     bool in_time = false;  // and not late
   };
   bool has_quorum() const;
-  bool all_expected(bool Member::* pushed) const;
 
   RoundLimits limits_;
   std::map<std::uint64_t, Member> members_;
   bool first_ = true;
   std::size_t in_time_ = 0;  // clients, also those that have left since
   double weight_ = 0;
-  Deadline due_ = Deadline::never();  // while others are awaited without a limit
+  Deadline due_ = Deadline::never();  // while there is no quorum
 };
 
 }  // namespace gradwire::serve
