@@ -5,6 +5,7 @@
 #include "gradwire/codec/simd/simd_group.h"
 #include "gradwire/codec/simd/simd_onebit_sum.h"
 #include "gradwire/codec/simd/simd_rounding.h"
+#include "gradwire/codec/simd/simd_rules.h"
 
 namespace gradwire::codec {
 namespace {
@@ -30,11 +31,22 @@ constexpr std::size_t kHalf = kGroup / 2;        // bytes of a group's codes
 constexpr std::size_t bytes_of_codes(All) { return kHalf; }
 constexpr std::size_t bytes_of_codes(std::size_t count) { return count < kHalf ? count : kHalf; }
 
-// What a block's elements are multiplied by, for each block of a unit. Both are 0 for a block that
-// is too small, and the scale is NaN for one that is not finite.
+// What the elements of each group of a unit are multiplied by. Both are 0 in a block that is too
+// small, and the scale is NaN in one that is not finite.
 struct Scales {
   alignas(64) float scale[kBlocks];
   alignas(64) float inverse[kBlocks];
+  alignas(64) std::uint16_t sent[kBlocks];
+  bool finite;
+
+  // Writes those of `count` blocks of so many groups each.
+  void put_blocks(std::size_t count, std::size_t each, std::byte* out) const {
+    if (each == 1 && count == kBlocks) {
+      __builtin_memcpy(out, sent, sizeof sent);
+      return;
+    }
+    for (std::size_t i = 0; i < count; ++i) put(out + i * Int4Kernels::kScaleBytes, sent[i * each]);
+  }
 };
 
 // Returns a number for each value that is the larger the larger its magnitude is; the last bit is
@@ -57,20 +69,21 @@ U32 largest_of_each(const U32* of) {
   }
 }
 
-// The largest key of each group of a unit, and then of each block.
+// The largest key of each group of a unit, and then of the block in which it is.
 struct Keys {
   U32 in_lanes[kBlocks];
   alignas(64) std::uint32_t of[kBlocks];
 
-  void join_lanes() {
+  void join(std::size_t groups) {
     for (std::size_t i = 0; i < kBlocks; i += kLanes)
       put(reinterpret_cast<std::byte*>(of + i), largest_of_each<kLanes>(in_lanes + i));
+    if (groups > 1) join_groups(groups);
   }
   void join_groups(std::size_t each) {
-    for (std::size_t i = 0; i < kBlocks; ++i) {
-      const std::uint32_t key = of[i];
-      std::uint32_t& most = of[i / each];
-      most = i % each == 0 || key > most ? key : most;
+    for (std::size_t i = 0; i < kBlocks; i += each) {
+      std::uint32_t most = 0;
+      for (std::size_t k = i; k < i + each; ++k) most = of[k] > most ? of[k] : most;
+      for (std::size_t k = i; k < i + each; ++k) of[k] = most;
     }
   }
 };
@@ -97,7 +110,13 @@ struct Int4ToNearest {
   static U32 sign(U32 key) { return key << 31; }
 
   F32 operator()(F32 t, std::size_t) const {
-    const F32 slope = 12.0F - 4.0F * bits<F32>(magnitude_of(t));
+    // 4 · |t| is exact, so that a fused multiply-add has the same bits.
+    const F32 magnitude = bits<F32>(magnitude_of(t));
+    F32 slope;
+    if constexpr (kLanes > 1)
+      slope = fused(F32{} - 4.0F, magnitude, F32{} + 12.0F);
+    else
+      slope = 12.0F - 4.0F * magnitude;
     const I32 least = bits<I32>(F32{} + (kRounder - 7.0F));
     return bits<F32>(larger(bits<I32>(t * slope + kRounder), least));
   }
@@ -120,21 +139,23 @@ class Int4AtRandom {
   AtRandom<7> random_;
 };
 
-// Writes the scales of `count` blocks to `out`, and keeps them in `scales`.
 template <typename Round>
-void choose_scales(const Keys& keys, std::size_t count, std::byte* out, Scales& scales) {
-  sweep<kLanes>(count, [&](std::size_t i, auto part) {
+void choose_scales(const Keys& keys, Scales& scales) {
+  I32 largest_of_all{};
+  for (std::size_t i = 0; i < kBlocks; i += kLanes) {
     const U32 key = get<U32>(reinterpret_cast<const std::byte*>(keys.of + i));
     const I32 most = bits<I32>(key >> 1);
+    largest_of_all = larger(largest_of_all, most);
     I32 chosen = limited_scale(Round::scale(most)) | bits<I32>(Round::sign(key));
     chosen = most < kLeastBits ? I32{} : chosen;
     F32 inverse = Round::kOverScale / bits<F32>(chosen);
     inverse = most < kLeastBits ? F32{} : inverse;
     chosen = most < kInfinity ? chosen : bits<I32>(nan<float>());
-    store<Halves>(out, i, part, narrow(bits<U32>(chosen) >> 16));
+    put(reinterpret_cast<std::byte*>(scales.sent + i), narrow(bits<U32>(chosen) >> 16));
     put(reinterpret_cast<std::byte*>(scales.scale + i), chosen);
     put(reinterpret_cast<std::byte*>(scales.inverse + i), inverse);
-  });
+  }
+  scales.finite = largest(largest_of_all) < kInfinity;
 }
 
 // What each code stands for, in a block with this scale.
@@ -154,34 +175,28 @@ void store_codes(std::byte* to, std::size_t count, const HalfGroup& pairs) {
   __builtin_memcpy(to, packed, bytes_of_codes(count));
 }
 
-// A unit. Its first pass finds the largest keys of its blocks and leaves v in `error` where that
-// differs from x; its second pass writes codes and errors.
+// A unit. Its first pass finds the largest keys of its groups and leaves v in `error` where that
+// differs from x; its second pass writes codes and errors. The second pass of a unit and the first
+// of the next one are one loop, as in int8.
 template <bool kResidual, bool kError>
 struct Unit {
   static constexpr bool kStored = kResidual && kError;
 
   GroupSource<kResidual> source;
   float* error;
-  std::size_t n, block;
+  std::size_t n;
 
-  template <typename Visit>
-  void each_block(Visit visit) const {
-    std::size_t number = 0;
-    for (std::size_t begin = 0; begin < n; begin += block)
-      visit(number++, begin, n - begin < block ? n - begin : block);
+  template <typename PartOf>
+  void look_at(std::size_t i, PartOf part, Keys& keys) const {
+    const Group v = source(i, part);
+    if constexpr (kStored) store<Groups>(error, i, part, v);
+    U32 most = key_of(v[0]);
+    each_of<kParts - 1>([&](std::size_t k) { most = larger(most, key_of(v[k + 1])); });
+    keys.in_lanes[i / kGroup] = most;
   }
-
   void look(Keys& keys) const {
     if (n < kUnit) keys = {};
-    sweep<kGroup>(n, [&](std::size_t i, auto part) {
-      const Group v = source(i, part);
-      if constexpr (kStored) store<Groups>(error, i, part, v);
-      U32 most = key_of(v[0]);
-      each_of<kParts - 1>([&](std::size_t k) { most = larger(most, key_of(v[k + 1])); });
-      keys.in_lanes[i / kGroup] = most;
-    });
-    keys.join_lanes();
-    if (block > kGroup) keys.join_groups(block / kGroup);
+    sweep<kGroup>(n, [&](std::size_t i, auto part) { look_at(i, part, keys); });
   }
 
   template <typename PartOf>
@@ -193,8 +208,10 @@ struct Unit {
   }
 
   template <typename PartOf, typename Round>
-  void write_group(std::size_t i, PartOf part, const Round& round, float inverse,
-                   const SixteenValues& values, std::byte* codes) const {
+  void write_group(std::size_t i, PartOf part, const Round& round, const Scales& scales,
+                   std::byte* codes) const {
+    const float inverse = scales.inverse[i / kGroup];
+    const SixteenValues values = values_of(Round::kLevels, scales.scale[i / kGroup]);
     Group v = value(i, part);
     Parts<U32> code;
     each_part([&](std::size_t k) {
@@ -209,22 +226,28 @@ struct Unit {
     if constexpr (kError) store<Groups>(error, i, part, v);
   }
 
-  void give_up(std::size_t begin, std::size_t length, std::byte* codes) const {
-    sweep<kGroup>(length, [&](std::size_t i, auto part) {
-      __builtin_memset(codes + (begin + i) / 2, 0, bytes_of_codes(part));
-    });
-    if constexpr (kError) __builtin_memset(error + begin, 0, length * sizeof(float));
+  template <typename Round>
+  void write(const Round& round, const Scales& scales, std::byte* codes) const {
+    sweep<kGroup>(n, [&](std::size_t i, auto part) { write_group(i, part, round, scales, codes); });
+  }
+  // Also does what look() of the next unit would do; both must be whole.
+  template <typename Round>
+  void write_and_look(const Round& round, const Scales& scales, std::byte* codes, const Unit& next,
+                      Keys& keys) const {
+    for (std::size_t i = 0; i < kUnit; i += kGroup) {
+      next.look_at(i, All{}, keys);
+      next.source.ask_for(i + kUnit);
+      write_group(i, All{}, round, scales, codes);
+    }
   }
 
-  template <typename Round>
-  void write(const Scales& scales, const Round& round, std::byte* codes) const {
-    each_block([&](std::size_t number, std::size_t begin, std::size_t length) {
-      const float scale = scales.scale[number], inverse = scales.inverse[number];
-      if (scale != scale) return give_up(begin, length, codes);
-      const SixteenValues values = values_of(Round::kLevels, scale);
-      sweep<kGroup>(length, [&](std::size_t i, auto part) {
-        write_group(begin + i, part, round, inverse, values, codes);
-      });
+  // What write() leaves in groups that are not finite becomes 0.
+  void give_up(const Scales& scales, std::byte* codes) const {
+    sweep<kGroup>(n, [&](std::size_t i, auto part) {
+      const float scale = scales.scale[i / kGroup];
+      if (scale == scale) return;
+      __builtin_memset(codes + i / 2, 0, bytes_of_codes(part));
+      if constexpr (kError) store<Groups>(error, i, part, Group{});
     });
   }
 };
@@ -233,19 +256,33 @@ template <bool kResidual, bool kError, typename Round>
 [[gnu::flatten]] void encode_as(const float* x, const float* residual, std::size_t n,
                                 std::size_t block, Round round, std::byte* out,
                                 float* error) noexcept {
+  const auto unit_at = [=](std::size_t i) {
+    return Unit<kResidual, kError>{{x + i, kResidual ? residual + i : nullptr},
+                                   kError ? error + i : nullptr,
+                                   n - i < kUnit ? n - i : kUnit};
+  };
   Keys keys;
   Scales scales;
-  for (std::size_t i = 0; i < n; i += kUnit) {
-    const Unit<kResidual, kError> unit{{x + i, kResidual ? residual + i : nullptr},
-                                       kError ? error + i : nullptr,
-                                       n - i < kUnit ? n - i : kUnit,
-                                       block};
-    const std::size_t blocks = (unit.n + block - 1) / block;
-    unit.look(keys);
-    choose_scales<Round>(keys, blocks, out, scales);
+  auto here = unit_at(0);
+  here.look(keys);
+  for (std::size_t i = 0; i < n;) {
+    keys.join(block / kGroup);
+    choose_scales<Round>(keys, scales);
+    const std::size_t blocks = (here.n + block - 1) / block;
+    scales.put_blocks(blocks, block / kGroup, out);
+    std::byte* const codes = out + blocks * Int4Kernels::kScaleBytes;
     round.start_unit(i);
-    unit.write(scales, round, out + blocks * Int4Kernels::kScaleBytes);
-    out += Int4Kernels::bytes(unit.n, block);
+    i += here.n;
+    const auto next = unit_at(i);
+    if (next.n == kUnit) {
+      here.write_and_look(round, scales, codes, next, keys);
+    } else {
+      here.write(round, scales, codes);
+      next.look(keys);
+    }
+    if (!scales.finite) here.give_up(scales, codes);
+    out += Int4Kernels::bytes(here.n, block);
+    here = next;
   }
 }
 
@@ -281,12 +318,48 @@ Group load_group(const std::byte* codes, std::size_t count, const SixteenValues&
   return load_group(packed, All{}, values);
 }
 
-// y := the values of the codes, or y += them. Adds all that it writes to `sums`.
+bool has_nan(const Group& sums) {
+  Parts<I32> magnitudes;
+  each_part([&](std::size_t k) { magnitudes[k] = magnitude_of(sums[k]); });
+  return largest_of(magnitudes) > kInfinity;
+}
+
+// The scales of a unit's groups, as floats. Returns whether all are finite.
+bool read_scales(const std::byte* in, std::size_t count, std::size_t each, float* scales) {
+  alignas(64) std::uint16_t sent[kBlocks] = {};
+  if (each == 1 && count == kBlocks)
+    __builtin_memcpy(sent, in, sizeof sent);
+  else
+    for (std::size_t i = 0; i < count * each && i < kBlocks; ++i)
+      sent[i] = get<std::uint16_t>(in + i / each * Int4Kernels::kScaleBytes);
+  I32 most{};
+  for (std::size_t i = 0; i < kBlocks; i += kLanes) {
+    const F32 scale =
+        bits<F32>(widen(get<U16>(reinterpret_cast<const std::byte*>(sent + i))) << 16);
+    most = larger(most, magnitude_of(scale));
+    put(reinterpret_cast<std::byte*>(scales + i), scale);
+  }
+  return largest(most) < kInfinity;
+}
+
+void fill_unreadable(const float* scales, std::size_t n, float* y) {
+  for (std::size_t i = 0; i < n; i += kGroup)
+    if (bits<std::uint32_t>(scales[i / kGroup]) << 1 >= std::uint32_t{kInfinity} << 1)
+      fill_nan(y + i, n - i < kGroup ? n - i : kGroup);
+}
+
+// Decodes a unit. Returns whether every scale is finite. The sums of all that is added tell whether
+// there may be a NaN of any kind, as in int8.
 template <bool kAdd>
-void decode_codes(const std::byte* codes, const SixteenValues& values, std::size_t n, float* y,
-                  Group& sums) {
-  sweep<kGroup>(n, [=, &values, &sums](std::size_t i, auto part) {
-    Group v = load_group(codes + i / 2, part, values);
+bool decode_unit(const std::byte* in, std::size_t n, std::size_t block,
+                 const Int4Kernels::Levels& levels, float* y) {
+  const std::size_t blocks = (n + block - 1) / block;
+  const std::byte* const codes = in + blocks * Int4Kernels::kScaleBytes;
+  alignas(64) float scales[kBlocks];
+  const bool finite = read_scales(in, blocks, block / kGroup, scales);
+  Group sums{};
+  sweep<kGroup>(n, [&](std::size_t i, auto part) {
+    Group v = load_group(codes + i / 2, part, values_of(levels, scales[i / kGroup]));
     if constexpr (kAdd) {
       const Group before = load<Groups>(y, i, part);
       each_part([&](std::size_t k) {
@@ -296,32 +369,8 @@ void decode_codes(const std::byte* codes, const SixteenValues& values, std::size
     }
     store<Groups>(y, i, part, v);
   });
-}
-
-bool has_nan(const Group& sums) {
-  Parts<I32> magnitudes;
-  each_part([&](std::size_t k) { magnitudes[k] = magnitude_of(sums[k]); });
-  return largest_of(magnitudes) > kInfinity;
-}
-
-// Decodes a unit. Returns whether every scale is valid.
-template <bool kAdd>
-bool decode_unit(const std::byte* in, std::size_t n, std::size_t block,
-                 const Int4Kernels::Levels& levels, float* y) {
-  const std::byte* const codes = in + (n + block - 1) / block * Int4Kernels::kScaleBytes;
-  bool finite = true;
-  Group sums{};
-  for (std::size_t begin = 0; begin < n; begin += block, in += Int4Kernels::kScaleBytes) {
-    const std::size_t length = n - begin < block ? n - begin : block;
-    const float scale = bits<float>(std::uint32_t{get<std::uint16_t>(in)} << 16);
-    if (scale >= -Int4Kernels::kMostScale && scale <= Int4Kernels::kMostScale) {
-      decode_codes<kAdd>(codes + begin / 2, values_of(levels, scale), length, y + begin, sums);
-    } else {
-      finite = false;
-      fill_nan(y + begin, length);
-    }
-  }
   if (kAdd && has_nan(sums)) make_canonical(y, n);
+  if (!finite) fill_unreadable(scales, n, y);
   return finite;
 }
 
