@@ -307,7 +307,7 @@ TEST_F(Differential, EveryTableDecodesInt4LikeScalar) {
     for (const auto* levels : {&Int4Kernels::kNearest, &Int4Kernels::kEqual})
       for (Data data : kAllData)
         for (std::size_t n : lengths()) {
-          const Array in = elements(DType::kUInt8, Int4Kernels::bytes(n, 32), data);
+          Array in = elements(DType::kUInt8, Int4Kernels::bytes(n, 32), data);
           Array y = floats(n, data), same = y;
           ASSERT_EQ(table->int4.decode_add(in.data(), n, 32, *levels, same.floats()),
                     reference.decode_add(in.data(), n, 32, *levels, y.floats()));
