@@ -6,8 +6,8 @@ the ranks choose once more, and before that only averaging counts. Every rank co
 from times on which they agree.
 
 int4 and lowrank are among the codecs only for an optimizer that is known to be linear in the
-gradient, such as SGD: before AdamW lowrank costs a higher loss, and of int4 no whole training was
-measured.
+gradient, such as SGD: before AdamW lowrank costs a higher loss. That int4 suits SGD is a judgement:
+whole trainings were measured with AdamW alone, and of those only short ones.
 """
 
 from __future__ import annotations
