@@ -307,7 +307,9 @@ def test_ranks_whose_optimizers_allow_other_codecs_are_refused() -> None:
         with pytest.raises(gradwire.InvalidArgument) as raised:
             register(ddp, "auto", optimizer=optimizer)
     assert "a different codec=" in str(raised.value)
-    assert "auto, which chose none of none, lossless, fp16, int8, int4, lowrank" in str(raised.value)
+    assert "auto, which chose none of none, lossless, fp16, int8, int4, lowrank" in str(
+        raised.value
+    )
 
 
 @torch_ranks.on_ranks(2)
