@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import InvalidArgument, TransportError, serve
+from gradwire import ErrorFeedback, InvalidArgument, TransportError, serve
 from gradwire.torch import Compression, Stages, elastic
+from gradwire.torch.elastic import diloco
 from local_training import batch, bits, small, weights
 from ranks import LIMIT
 from torch.nn.functional import mse_loss
@@ -243,6 +244,32 @@ def test_compressed_rounds_end_with_the_same_bits(make: Make, codec: str) -> Non
     torch.testing.assert_close(weights(ranks[0].model), wanted, rtol=0, atol=0.02)
 
 
+def test_what_a_push_loses_goes_with_the_next_one_of_any_weight(make: Make) -> None:
+    """But with none by which a rank only ends the round: there it would count for nothing."""
+    rank = make(0, compression="int8")
+    kept = rank.outer._feedback
+    assert isinstance(kept, ErrorFeedback)
+    rank.push()
+    rank.outer._settle(wait=True)
+    before = {name: kept.residual(name) for name in list(kept.keys())}
+    assert any(each.any() for each in before.values())
+    rank.push(0, diloco._NOTHING)
+    rank.outer._settle(wait=True)
+    assert all((kept.residual(name) == each).all() for name, each in before.items())
+
+
+def test_small_parameters_travel_uncompressed(make: Make) -> None:
+    rank = make(0, compression=Compression("onebit", min_elements=100))
+    model = small()
+    inner(model, torch.optim.SGD(model.parameters(), 0.1), 0, range(1))
+    rank.push()
+    rank.take()
+    wanted = dict(model.named_parameters())
+    for name, each in rank.model.named_parameters():
+        is_close = torch.allclose(each, wanted[name], rtol=0, atol=1e-6)
+        assert is_close == name.endswith("bias")
+
+
 def test_nan_ends_with_the_parameters_of_before(make: Make) -> None:
     rank = make(0)
     rank.push()
@@ -300,6 +327,8 @@ def test_wrong_arguments_are_named(make: Make) -> None:
         make(1, grace=-1.0)
     with pytest.raises(InvalidArgument, match="no Stages"):
         make(1, compression=Stages((0, "none"), (5, "int8")))
+    with pytest.raises(InvalidArgument, match=r"decay=0\.9"):
+        make(1, compression=Compression("onebit", decay=0.9))
     with pytest.raises(InvalidArgument, match="rule 'rounds"):
         make(1, every=2, momentum=0.5)
     model = small().double()

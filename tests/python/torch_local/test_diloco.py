@@ -165,7 +165,9 @@ def test_a_decay_is_a_share(decay: Any) -> None:
         Compression("topk", decay=decay)
 
 
-@pytest.mark.parametrize(("codec", "more"), [("auto", {}), ("topk", {"feedback": False})])
+@pytest.mark.parametrize(
+    ("codec", "more"), [("auto", {}), ("topk", {"feedback": False}), ("int8", {})]
+)
 def test_only_residuals_decay(codec: str, more: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="decay="):
         Compression(codec, decay=0.9, **more)

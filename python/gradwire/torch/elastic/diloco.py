@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import operator
@@ -97,10 +98,14 @@ class DiLoCo:
         self._start = _copies(self._values)  # of what is not pushed yet
         self._outgoing, self._fetched = _on_host(self._values), _on_host(self._values)
         given = compression_of(compression, warms_up=False)
+        if given.decay != 1:
+            raise InvalidArgument(f"decay={given.decay} is for trainers that average: leave it out")
         self._codec, self._rules = _names_of(given)
+        self._rules = _for_small(given, self._values) + self._rules
         codecs = dict.fromkeys(["none", self._codec, *(each for _, each in self._rules)])
-        residuals = given.residuals(given.table)
-        self._feedback: ErrorFeedback | Literal[False] = False if residuals is None else residuals
+        own = given.feedback if isinstance(given.feedback, ErrorFeedback) else ErrorFeedback()
+        loses = len(codecs) > 1 and given.feedback is not False
+        self._feedback: ErrorFeedback | Literal[False] = own if loses else False
         self._pull_codec, self._timeout = pull_codec, seconds(timeout)
         self._server = serve.connect(
             self._fetched,
@@ -218,7 +223,7 @@ class DiLoCo:
             self._outgoing,
             codec=self._codec,
             rules=self._rules,
-            feedback=self._feedback,
+            feedback=self._feedback if self._weight > _NOTHING else False,  # else it would be lost
             lr=self._weight,
             versions=self.versions,
             async_op=True,
@@ -271,8 +276,9 @@ class DiLoCo:
             self._fetch()  # so that the push is in time, and its round ends
             self._begin_push()
             self._settle(wait=True)
-            if any(map(operator.gt, self._awaited, (each + 1 for each in self.versions))):
-                self._weight = _NOTHING  # a round has ended meanwhile: a second push is in time
+            while any(map(operator.gt, self._awaited, (each + 1 for each in self.versions))):
+                self._fetch()  # a round has ended meanwhile: another push is in time
+                self._weight = _NOTHING
                 self._begin_push()
                 self._settle(wait=True)
         self._await_pushed()
@@ -343,3 +349,11 @@ def _names_of(given: Compression) -> tuple[str, list[tuple[str, str]]]:
         )
 
     return name(given.codec), [(pattern, name(each)) for pattern, each in given.rules]
+
+
+def _for_small(given: Compression, values: Tensors) -> list[tuple[str, str]]:
+    """Rules for the parameters that are too small for their codec."""
+    table = given.table
+    small = [name for name, each in values.items() if each.numel() < given.min_elements]
+    of = {name: table.codec(name, values[name].numel(), 0) for name in small}
+    return [(glob.escape(name), "none") for name, codec in of.items() if codec == "none"]

@@ -37,7 +37,8 @@ _RANK = 4  # of lowrank without options
 # Of a processor per byte of matrices, in lowrank: 1.69 ms for 4 MiB (codecs-2026-11-21.md).
 _SECONDS_PER_BYTE = 4e-10
 _CODECS = ("none", "lossless", "fp16", "int8")
-# Of lossless: the bytes of float32 gradients (docs/compression.md), and of a processor per byte.
+# Of lossless: the bytes of float32 gradients, a little more than in docs/compression.md; and the
+# seconds of a processor per byte.
 _PACKED, _PACKING = 0.87, sum(_core.Codec("lossless").seconds_per_byte)
 _FOR_LINEAR, _LOW_RANK = "int4", "lowrank"
 

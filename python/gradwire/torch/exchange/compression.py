@@ -71,13 +71,14 @@ class Compression:
             instance(self.feedback, "feedback", ErrorFeedback, wanted)
         if not 0 <= number(self.decay, "decay") <= 1:
             raise InvalidArgument(f"decay={self.decay!r} is no share, from 0 to 1")
-        if self.decay != 1 and (self.codec == AUTO or self.feedback is False):
-            raise InvalidArgument(
-                f"decay={self.decay} is for residuals of a codec that you give: leave decay= out, "
-                'or give another codec than "auto", and feedback= other than False'
-            )
         codec = "none" if self.codec == AUTO else self.codec
-        Rules(codec, self.rules, self.min_elements)  # refuses what is no codec
+        table = Rules(codec, self.rules, self.min_elements)  # refuses what is no codec
+        if self.decay != 1 and (self.codec == AUTO or not self._keeps_residuals(table)):
+            raise InvalidArgument(
+                f"decay={self.decay} is for residuals, and codec={self.codec!r} with feedback="
+                f"{self.feedback} keeps none: leave decay= out, or give feedback=True, and another "
+                'codec than "auto"'
+            )
         if self.warm_up is not None and whole(self.warm_up, "warm_up", least=0):
             self._require_to_warm_up()
 
@@ -99,11 +100,14 @@ class Compression:
 
     def residuals(self, table: Rules) -> ErrorFeedback | None:
         """The residuals that a table's codecs need, or that were asked for; None for none."""
-        if self.feedback is False or (self.feedback is None and not table.needs_feedback):
+        if not self._keeps_residuals(table):
             return None
         found = self.feedback if isinstance(self.feedback, ErrorFeedback) else ErrorFeedback()
         persistent_state_of(found).decay = self.decay
         return found
+
+    def _keeps_residuals(self, table: Rules) -> bool:
+        return table.needs_feedback if self.feedback is None else self.feedback is not False
 
     def _require_to_warm_up(self) -> None:
         """Raises InvalidArgument for a codec that a warm-up is not for."""

@@ -21,7 +21,7 @@ class Payloads:
     """
 
     def __init__(self, codec: str | NativeCodec, *, or_exact: bool = False) -> None:
-        """Takes a codec; raises InvalidArgument for one that needs error feedback.
+        """Takes a codec; raises InvalidArgument for one that is for sums of gradients alone.
 
         With `or_exact` also "lossless", which has no payloads of a known size: collectives of
         plain arrays take it.
@@ -32,8 +32,8 @@ class Payloads:
         known = (*MOVABLE, EXACT) if or_exact else MOVABLE
         if self.name.partition(":")[0] not in known:
             raise InvalidArgument(
-                f"codec '{self.name}' is for sums of gradients, with error feedback: parameters "
-                f"and activations travel as {', '.join(known)}"
+                f"codec '{self.name}' is for sums of gradients: parameters and activations travel "
+                f"as {', '.join(known)}"
             )
 
     def require_device(self, device: torch.device) -> None:
