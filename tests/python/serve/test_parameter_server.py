@@ -118,6 +118,18 @@ def test_pulled_differences_reach_the_values(connect: Connect, codec: str) -> No
         np.testing.assert_allclose(found[name], each - arrays(1)[name], atol=0.05)
 
 
+def test_lossless_pulls_have_all_bits(connect: Connect) -> None:
+    """Values travel, and no differences, which would be rounded."""
+    plain, found = zeros(), zeros()
+    ps = connect(arrays(0), serve.SGD(lr=1.0), codecs=["none", "lossless"])
+    for step in range(4):
+        ps.push(arrays(step + 1), codec="lossless", feedback=False, lr=0.1**step)
+        ps.pull(plain)
+        ps.pull(found, codec="lossless")
+        for name, each in plain.items():
+            assert found[name].tobytes() == each.tobytes()
+
+
 def test_clients_push_at_once_and_nothing_is_lost(connect: Connect) -> None:
     start, found = zeros(), zeros()
     clients = [connect(start, serve.SGD(lr=1.0)) for _ in range(4)]

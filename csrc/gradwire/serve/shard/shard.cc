@@ -22,7 +22,8 @@ float* at(Snapshot::StateArray& slot, std::size_t first) { return slot.values.da
 bool pulls_differences(const codec::Codec& codec) {
   using Kind = codec::Definition::Kind;
   const Kind kind = codec.definition().kind;
-  return kind != Kind::kNone && kind != Kind::kFp16 && kind != Kind::kBf16;
+  return kind != Kind::kNone && kind != Kind::kFp16 && kind != Kind::kBf16 &&
+         kind != Kind::kLossless;
 }
 
 Shard::Shard(ParameterTable table, std::uint32_t shard, std::uint64_t memory)
