@@ -176,7 +176,8 @@ std::size_t TcpTransport::unsent(Rank peer) const {
     return !stream.unsent.empty() && (link.ways == nullptr || link.ways->usable(stream.way));
   };
   const auto sending = std::ranges::count_if(link.streams, sends);
-  const std::size_t again = link.ways == nullptr ? 0 : link.ways->to_send_again();
+  const bool resends = link.ways != nullptr && !link.ways->all_ended();
+  const std::size_t again = resends ? link.ways->to_send_again() : 0;
   return QueuedTransport::unsent(peer) + again + static_cast<std::size_t>(sending);
 }
 
@@ -447,25 +448,34 @@ void TcpTransport::end_if_swallowed(Rank peer, Clock::time_point now) {
   }
 }
 
+// A way is stalled when its peer acknowledges nothing and says nothing: a process that pauses may
+// have no room for what was sent, but its kernel answers.
 void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
   TcpLink& link = link_to(peer);
   TcpWays& ways = *link.ways;
-  std::vector<double> stalled(at(connection(peer).counts().ways));
-  for (TcpStream& stream : link.streams)
-    stalled[at(stream.way)] =
-        std::max(stalled[at(stream.way)], stream.stall.seconds(stream.wire.socket, now));
-  for (std::size_t way = 0; way < stalled.size(); ++way) {
-    if (stalled[way] >= kStalledSeconds)
+  const double limit = seconds_to_dead(link.streams.front().wire.socket);
+  std::vector<double> waits(at(connection(peer).counts().ways));
+  std::vector<bool> stalled(waits.size());
+  bool silent = true;  // on all ways
+  for (TcpStream& stream : link.streams) {
+    const double waiting = stream.stall.seconds(stream.wire.socket, now);
+    const auto found = silence_of(stream.wire.socket);
+    const double unheard = found ? found->seconds : 0;
+    waits[at(stream.way)] = std::max(waits[at(stream.way)], waiting);
+    if (std::min(waiting, unheard) >= kStalledSeconds) stalled[at(stream.way)] = true;
+    silent = silent && (stream.ended || unheard >= limit);
+  }
+  for (std::size_t way = 0; way < waits.size(); ++way) {
+    if (stalled[way])
       ways.leave_out(static_cast<int>(way), TcpWays::State::kLeftOut,
                      "what was sent is not acknowledged");
-    else if (stalled[way] == 0)
+    else if (waits[way] == 0)
       ways.use_again(static_cast<int>(way));
   }
   ways.tell(now);
   if (ways.misses_one(now)) ways.acknowledge(/*missing=*/true);
   const double unusable = std::chrono::duration<double>(now - ways.unusable_since(now)).count();
-  if (unusable > seconds_to_dead(link.streams.front().wire.socket))
-    return drop_unsent(peer, "it is reached by no way any more");
+  if (silent && unusable > limit) return drop_unsent(peer, "it is reached by no way any more");
   push_out(peer);
 }
 

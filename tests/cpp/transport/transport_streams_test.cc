@@ -113,7 +113,10 @@ TEST(EndsOfStreams, OneThatEndsFirstDoesNotHideWhatAnotherBringsLater) {
     ranks[at(rank)] = make_transport("tcp", {.rank = rank, .size = 2, .max_message = kLargest});
   std::vector<UniqueFd> far = far_ends(*ranks[0], 2, 1);
   Ends hello = unix_ends();  // rank 1 says hello into it, which is passed on
-  ranks[1]->offer(Connection(std::move(hello.first)), 0);
+  Ends unused = unix_ends();
+  Connection theirs(std::move(hello.first));
+  theirs.more.emplace_back(std::move(unused.first));
+  ranks[1]->offer(std::move(theirs), 0);
   std::array<std::byte, 256> bytes;
   const ssize_t got = ::recv(hello.second.get(), bytes.data(), bytes.size(), 0);
   ASSERT_EQ(::send(far[0].get(), bytes.data(), static_cast<std::size_t>(got), 0), got);

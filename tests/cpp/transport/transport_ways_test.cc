@@ -122,6 +122,18 @@ TEST_P(TwoWays, ThePeerIsGoneWhenAllWaysHaveEnded) {
   expect_end(*ranks_[1], 0);
 }
 
+// It has read everything, though it has not acknowledged the last frames.
+TEST_P(TwoWays, NothingIsLeftToSendToAPeerThatHasClosed) {
+  connect();
+  send(*ranks_[0], {1}, 40, 1);
+  expect_message(*ranks_[1], 0, 40, 1);
+  ranks_[1].reset();
+  EXPECT_TRUE(ranks_[0]->flush());
+  expect_end(*ranks_[0], 1);
+  EXPECT_TRUE(ranks_[0]->is_flushed(1));
+  EXPECT_TRUE(ranks_[0]->flush());
+}
+
 TEST_P(TwoWays, AnAcknowledgementOfWhatWasNotSentEndsThePeer) {
   if (GetParam()) return;  // a stranger's would not open
   const int theirs = ::dup(far_[1][1].get());

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,21 @@ def test_a_job_outlives_a_failed_interface_which_comes_back(
     assert [each.error for each in found] == [None] * 2
     for each in found:
         assert sum("has failed" in line for line in each.value) == 1
+
+
+@needs_hosts
+@pytest.mark.nightly
+def test_a_stopped_rank_is_no_failed_interface(network: Network) -> None:
+    with network.start(range(2), _train, environment=lambda _: NAMED, timeout=60) as ranks:
+        for rank in ranks:
+            _await_line(rank, "under way")
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert not ranks[0].pipe.poll(4 * float(LIMIT))  # no line of the log
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        ranks[0].pipe.send("stop")
+        found = [rank.outcome() for rank in ranks]
+    assert [each.error for each in found] == [None] * 2
+    assert [each.value for each in found] == [[], []]
 
 
 @needs_hosts

@@ -9,7 +9,7 @@ namespace gradwire::transport {
 
 struct TcpSilence {
   std::uint64_t acknowledged = 0;  // bytes, so far
-  bool awaits = false;             // bytes were sent that are not acknowledged
+  bool awaits = false;             // bytes were sent and not acknowledged, or lack a route
   double seconds = 0;              // since anything came
 };
 

@@ -33,6 +33,10 @@ TcpWays::~TcpWays() {
 
 // ---- Ways --------------------------------------------------------------------------------------
 
+bool TcpWays::all_ended() const noexcept {
+  return std::ranges::all_of(ways_, [](const Way& way) { return way.state == State::kEnded; });
+}
+
 void TcpWays::leave_out(int number, State state, const std::string& why) {
   Way& way = ways_[at(number)];
   if (way.state == State::kEnded || way.state == state) return;

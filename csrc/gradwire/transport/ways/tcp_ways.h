@@ -44,6 +44,7 @@ class TcpWays {
   // ---- Ways
   bool usable(int way) const noexcept { return ways_[at(way)].state == State::kUsed; }
   bool ended(int way) const noexcept { return ways_[at(way)].state == State::kEnded; }
+  bool all_ended() const noexcept;
   // Leaves a way out from now on, for good where it has ended.
   void leave_out(int way, State state, const std::string& why);
   void use_again(int way);
