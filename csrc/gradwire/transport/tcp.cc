@@ -354,6 +354,7 @@ std::optional<ConstBytes> TcpTransport::arrived_by_ways(Rank peer) {
       more |= read_some(stream, peer);
     }
   }
+  if (ways.sets_aside()) ways.drained(Clock::now());
   return std::nullopt;
 }
 

@@ -147,6 +147,20 @@ TEST_P(TwoWays, AnAcknowledgementOfWhatWasNotSentEndsThePeer) {
 
 INSTANTIATE_TEST_SUITE_P(PlainAndSealed, TwoWays, testing::Bool());
 
+TEST(MissingFrames, WhatNobodyHasTriedToReadIsNotMissing) {
+  TcpWays ways(std::make_shared<Ways>(2), kLargest);
+  const TcpWays::Clock::time_point now = TcpWays::Clock::now(), later = now + std::chrono::hours(1);
+  const std::array<std::byte, 8> payload{};
+  ways.set_aside(1, payload);
+  EXPECT_FALSE(ways.misses_one(now));
+  EXPECT_FALSE(ways.misses_one(later));
+  ways.drained(later);
+  EXPECT_TRUE(ways.misses_one(later));
+  ways.consume();  // frame 0 has come
+  ways.drained(later);
+  EXPECT_FALSE(ways.misses_one(later));
+}
+
 TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {
   Ways ways(2);
   const int one = 1, other = 2;

@@ -50,7 +50,7 @@ def _sent(interface: str) -> int:
 
 
 @needs_hosts
-@pytest.mark.parametrize("encryption", ["on", "off"])
+@pytest.mark.parametrize("encryption", ["on", pytest.param("off", marks=pytest.mark.nightly)])
 def test_both_interfaces_carry_bytes_and_sums_are_right(network: Network, encryption: str) -> None:
     def body(comm: Communicator, pipe: Any) -> list[int]:
         before = [_sent("eth0"), _sent("eth1")]
@@ -156,7 +156,11 @@ def _await_line(rank: Rank, word: str) -> str:
 
 @needs_hosts
 @pytest.mark.parametrize(
-    ("interface", "fail"), [("eth0", _apart), ("eth1", _down)], ids=["first", "further"]
+    ("interface", "fail"),
+    [
+        pytest.param("eth0", _apart, id="first", marks=pytest.mark.nightly),
+        pytest.param("eth1", _down, id="further"),
+    ],
 )
 def test_a_job_outlives_a_failed_interface_which_comes_back(
     network: Network, interface: str, fail: Callable[..., Any]
@@ -225,6 +229,7 @@ def _port_of(fd: int) -> int:
 
 
 @needs_hosts
+@pytest.mark.nightly
 def test_a_stream_that_is_swallowed_ends_in_an_error() -> None:
     """Over one way, as where one of several equal routes loses all packets."""
 
@@ -260,7 +265,8 @@ def test_a_stream_that_is_swallowed_ends_in_an_error() -> None:
             found = [rank.outcome() for rank in ranks]
             took = time.monotonic() - began
     assert [each.error for each in found] == [None] * 2
-    assert [each.value for each in found] == [1, 0]
+    # Who notices first names the other, also to that one.
+    assert [each.value for each in found] in ([1, 0], [0, 0], [1, 1])
     assert took < 3 * float(LIMIT) + 2 + max(each.queued for each in found)
 
 

@@ -160,7 +160,7 @@ bool TcpWays::misses_one(Clock::time_point now) noexcept {
   const bool missing = !early_.empty() && !early_.contains(read_);
   if (!missing || missed_ != read_ || !misses_) misses_ = now;
   missed_ = read_;
-  if (!missing || now - *misses_ < kMissing) return false;
+  if (!missing || drained_ - *misses_ < kMissing) return false;
   misses_ = now;  // and asks once more after as long
   return true;
 }

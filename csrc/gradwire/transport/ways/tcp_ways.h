@@ -67,10 +67,14 @@ class TcpWays {
   std::uint32_t read() const noexcept { return read_; }
   // Returns whether a frame came already.
   bool has(std::uint32_t number) const noexcept;
+  bool sets_aside() const noexcept { return !early_.empty(); }
   void set_aside(std::uint32_t number, ConstBytes payload);
   std::optional<ConstBytes> set_aside_before() noexcept;  // the frame whose turn it is
   void consume() noexcept;
-  // Returns whether the next frame is missing though later ones have come for long.
+  // Tells that everything has been read that was there.
+  void drained(Clock::time_point now) noexcept { drained_ = now; }
+  // Returns whether the next frame is missing though later ones have come for long. What this rank
+  // has not tried to read, since it pauses or waits for others, is not missing.
   bool misses_one(Clock::time_point now) noexcept;
 
   // ---- Acknowledgements
@@ -135,6 +139,7 @@ class TcpWays {
   std::map<std::uint32_t, Early> early_;
   std::optional<Clock::time_point> misses_;  // since when
   std::uint32_t missed_ = 0;                 // the frame
+  Clock::time_point drained_;
   std::vector<AlignedBuffer> spare_;
 };
 
