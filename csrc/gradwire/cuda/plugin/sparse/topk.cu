@@ -298,7 +298,7 @@ __device__ unsigned write_unit(TopKRoom& room, const float (&v)[kUnitSteps],
   As::prepare(room, v, positions.count, positions.bytes);
   if (staged)
     stage_values<As>(room, v, positions.count, positions.bytes);
-  else
+  else if constexpr (As::kBits % 8 == 0)
     write_values<As>(room, v, out + positions.bytes);
   __syncthreads();
   copy_out(room.payload, staged ? bytes : positions.bytes, out);
