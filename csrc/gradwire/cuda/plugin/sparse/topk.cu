@@ -221,8 +221,7 @@ __device__ void AsTwoBits::prepare(TopKRoom& room, const float (&v)[kUnitSteps],
       atomicAdd(groups.sum + group, Of::in_units(__float_as_uint(each), top));
   });
   __syncthreads();
-  if (mine < Of::groups(count))
-    groups.split[mine] = groups.sum[mine] / size_of(mine, count);
+  if (mine < Of::groups(count)) groups.split[mine] = groups.sum[mine] / size_of(mine, count);
   __syncthreads();
   each_sent(room, v, [&](float each, unsigned group) {
     if (!is_high(groups, each, group)) return;
