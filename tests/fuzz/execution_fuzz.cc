@@ -135,7 +135,7 @@ void collective(std::string_view algorithm, std::string_view codec, bool exact,
     require(values[0][i] == static_cast<float>(2 * i + 1));
 }
 
-void transfer(const std::vector<Edit>& edits) {
+void transfer(bool packed, const std::vector<Edit>& edits) {
   std::array values{values_of(0), values_of(1)};
   std::array<exec::PointToPoint, 2> transfers{exec::PointToPoint(0, 2, kCommunicator),
                                               exec::PointToPoint(1, 2, kCommunicator)};
@@ -144,6 +144,7 @@ void transfer(const std::vector<Edit>& edits) {
     made.work = std::make_shared<Work>();
     made.data = reinterpret_cast<std::byte*>(values[rank].data());
     made.size = kElements * sizeof(float);
+    if (packed) made.packed_as = DType::kFloat32;
     made.peer = static_cast<Rank>(1 - rank);
     return made;
   };
@@ -166,7 +167,7 @@ void operation(unsigned kind, const std::vector<Edit>& edits) {
                                   "topk:density=0.1",
                                   "lossless"};
   constexpr unsigned kExact = 3;  // of integers this small
-  if (kind % 4 == 3) return transfer(edits);
+  if (kind % 4 == 3) return transfer(kind / 4 % 2 == 1, edits);
   const unsigned codec = kind / 4 % kCodecs.size();
   const bool exact = codec < kExact || kCodecs[codec] == std::string_view("lossless");
   collective(kAlgorithms[kind % 4], kCodecs[codec], exact, edits);

@@ -1,6 +1,7 @@
 // lossless: exponents in few bits, signs and mantissas as they are. Of each float16, bfloat16 or
-// float32, turned left by one bit, the first byte is the exponent (of float16: and the top of the
-// mantissa), and the low bytes are the others. A block has 128 elements, the last of a run fewer:
+// float32, the eight bits behind the sign are the exponent (of float16: and the top of the
+// mantissa), and the low bytes are the sign, followed by the others: those of a float32 that holds
+// a bfloat16 are 0 but one. A block has 128 elements, the last of a run fewer:
 //   1 byte     width (0 to 8), and from bit 4 on a bit for each low byte, set where it is 0 in all
 //              elements and left out
 //   width 8:   n exponents

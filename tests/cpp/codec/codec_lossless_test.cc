@@ -103,7 +103,7 @@ double ratio(DType dtype, const Memory& plain) {
 TEST(Lossless, GradientsGetSmaller) {
   EXPECT_GT(ratio(DType::kBFloat16, gradients(DType::kBFloat16, 60000)), 1.35);
   EXPECT_GT(ratio(DType::kFloat32, gradients(DType::kFloat32, 30000)), 1.15);
-  EXPECT_GT(ratio(DType::kFloat32, widened(30000)), 1.6);
+  EXPECT_GT(ratio(DType::kFloat32, widened(30000)), 2.7);
   EXPECT_GT(ratio(DType::kFloat32, Memory(4000)), 100);
 }
 
@@ -129,7 +129,7 @@ TEST(Lossless, TheFormatIsAsWritten) {
       2,    0x80,              // two bits; the largest exponent is 128
       0xFD, 0x01, 0x08, 0x00,  // all but the second are below it, the fourth by 3 or more
       0x00,                    // its exponent
-      0x00, 0x00, 0x81, 0x02, 0x00, 0x00, 0x00, 0x00, 0x00};
+      0x00, 0x00, 0xC0, 0x01, 0x00, 0x00, 0x00, 0x00, 0x00};
   Memory bytes;
   for (const int each : expected) bytes.push_back(static_cast<std::byte>(each));
   EXPECT_EQ(packed, bytes);

@@ -25,12 +25,15 @@ std::uint64_t spread_bits(std::uint8_t byte) {
   return ((own + 0x7F7F7F7F7F7F7F7F) >> 7) & kOnes;
 }
 
-// The elements of a block, turned left by one bit: their exponents in front. A short block is
-// padded with its first element.
+// The elements of a block, exponents apart from signs and mantissas. A short block is padded with
+// its first element.
 template <typename Word>
 struct Block {
   static constexpr unsigned kBits = 8 * sizeof(Word), kTop = kBits - 8;
   static constexpr unsigned kLow = sizeof(Word) - 1;  // bytes behind the exponent
+  // Of a float as it is: the sign, and the mantissa (of float16 but its top).
+  static constexpr Word kSign = static_cast<Word>(Word{1} << (kBits - 1));
+  static constexpr Word kMantissa = static_cast<Word>((Word{1} << (kTop - 1)) - 1);
 
   alignas(64) Word words[kBlock];
   alignas(64) std::uint8_t exponents[kBlock];
@@ -39,14 +42,14 @@ struct Block {
     __builtin_memcpy(words, x, n * sizeof(Word));
     for (std::size_t i = n; i < kBlock; ++i) words[i] = words[0];
     for (std::size_t i = 0; i < kBlock; ++i)
-      words[i] = static_cast<Word>(words[i] << 1 | words[i] >> (kBits - 1));
+      exponents[i] = static_cast<std::uint8_t>(words[i] >> (kTop - 1));
     for (std::size_t i = 0; i < kBlock; ++i)
-      exponents[i] = static_cast<std::uint8_t>(words[i] >> kTop);
+      words[i] = static_cast<Word>((words[i] & kSign) >> 8 | (words[i] & kMantissa));
   }
   void store(std::byte* y, std::size_t n) {
     for (std::size_t i = 0; i < kBlock; ++i) {
-      const auto word = static_cast<Word>(words[i] | static_cast<Word>(exponents[i]) << kTop);
-      words[i] = static_cast<Word>(word >> 1 | word << (kBits - 1));
+      const auto exponent = static_cast<Word>(static_cast<Word>(exponents[i]) << (kTop - 1));
+      words[i] = static_cast<Word>((words[i] << 8 & kSign) | exponent | (words[i] & kMantissa));
     }
     __builtin_memcpy(y, words, n * sizeof(Word));
   }
