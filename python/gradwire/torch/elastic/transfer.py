@@ -2,12 +2,13 @@
 
 A state is plain values, which travel by pickle from the first holder, and tensors, whose bytes form
 one line. Each holder sends an equal part of this line to every receiver. With one holder, as at the
-start of a training, that is a broadcast. No bit is lost: floats travel in the codec "lossless",
-which packs them where ranks share no memory.
+start of a training, that is a broadcast. No bit is lost: over slow links floats travel in the codec
+"lossless".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ import torch
 
 from gradwire._communicator import Communicator
 from gradwire.torch._ranks.broadcasts import mapped
+from gradwire.torch.exchange.links import link_of, measured
 
-_CODEC = "lossless"
+# Packing pays over slower links (docs/compression.md), and measuring them for larger states.
+_SLOW, _LONG = 1.5e9, 4 << 20  # bit/s, bytes
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,12 +54,28 @@ def share(
         check(packed)
         tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in slots]
     lines = list(map(_flat, tensors))
+    codec = _codec(communicator, sum(each.nbytes for each in lines))
     if len(holders) == 1:
         for line in filter(len, lines):
-            communicator.broadcast(line, root=holders[0], codec=_CODEC)
+            communicator.broadcast(line, root=holders[0], codec=codec)
     else:
-        _send_parts(communicator, holders, receivers, lines)
+        _send_parts(communicator, holders, receivers, lines, codec)
     return unpack(packed, tensors)
+
+
+def _codec(ranks: Communicator, nbytes: int) -> str:
+    """The codec of a state, the same on all ranks, which call it together."""
+    if nbytes < _LONG:
+        return "none"
+    # A measurement between sites takes many of their long round trips.
+    return "lossless" if len(ranks.sites) > 1 or _rate(ranks) < _SLOW else "none"
+
+
+def _rate(ranks: Communicator) -> float:
+    """The rate of their links, in bit/s."""
+    if len(ranks.hosts) == 1 and not ranks.cost_model.parameters["within.beta"]:
+        return math.inf  # shared memory
+    return 8 / measured(ranks).parameters[f"{link_of(ranks)}.beta"]
 
 
 def _send_parts(
@@ -64,6 +83,7 @@ def _send_parts(
     holders: Sequence[int],
     receivers: Sequence[int],
     lines: Sequence[torch.Tensor],
+    codec: str,
 ) -> None:
     total, count = sum(each.nbytes for each in lines), len(holders)
     ends = [total * i // count for i in range(count + 1)]
@@ -72,7 +92,7 @@ def _send_parts(
         for piece in _cut(lines, ends[i], ends[i + 1]):
             if communicator.rank == holder:
                 works += [
-                    communicator.send(piece, to, codec=_CODEC, async_op=True) for to in receivers
+                    communicator.send(piece, to, codec=codec, async_op=True) for to in receivers
                 ]
             elif communicator.rank in receivers:
                 works.append(communicator.recv(piece, holder, async_op=True))
