@@ -216,7 +216,8 @@ std::optional<ControlEvent> Control::read(Rank peer, Line& line) {
   if (got < 0 && would_block(errno)) return std::nullopt;
   if (got < 0) return end_line(peer, line, system_message(meaning_of(errno), errno));
   if (got == 0) return end_line(peer, line, "it closed its control connection or died");
-  if (auto ended = open(peer, line, {bytes.data(), static_cast<std::size_t>(got)})) return ended;
+  const std::string why = open(line, {bytes.data(), static_cast<std::size_t>(got)});
+  if (!why.empty()) return end(peer, why);
   if (line.incoming.starts_with(kReleasedMagic)) {
     link.released = true;
     Line theirs = std::move(line);
@@ -236,19 +237,19 @@ std::optional<ControlEvent> Control::end_line(Rank peer, Line& line, const std::
   return std::nullopt;
 }
 
-// Adds what has arrived to the next frame; returns the peer's end where it can't be opened.
-std::optional<ControlEvent> Control::open(Rank peer, Line& line, std::string_view arrived) try {
+// Adds what has arrived to the next frame. Returns why it can't be opened; empty where it can.
+std::string Control::open(Line& line, std::string_view arrived) try {
   crypto::Seal* seal = line.connection.seal.get();
   if (seal == nullptr) {
     line.incoming += arrived;
-  } else {
-    const auto opened = seal->opened(arrived);
-    if (!opened) return end(peer, crypto::kChanged);
-    line.incoming += *opened;
+    return {};
   }
-  return std::nullopt;
+  const auto opened = seal->opened(arrived);
+  if (!opened) return crypto::kChanged;
+  line.incoming += *opened;
+  return {};
 } catch (const Error& error) {
-  return end(peer, error.what());
+  return error.what();
 }
 
 std::optional<ControlEvent> Control::take_frame(Rank peer, Line& line) {

@@ -163,7 +163,7 @@ class Control final : public Bells {
   static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
   void watch_silence();
   std::optional<ControlEvent> end_silent();
-  std::optional<ControlEvent> open(Rank peer, Line& line, std::string_view arrived);
+  static std::string open(Line& line, std::string_view arrived);
   std::optional<ControlEvent> read(Rank peer);
   std::optional<ControlEvent> read(Rank peer, Line& line);
   std::optional<ControlEvent> end_line(Rank peer, Line& line, const std::string& reason);

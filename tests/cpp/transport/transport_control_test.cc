@@ -193,6 +193,22 @@ TEST(Control, ImpossibleFramesEndThePeer) {
   }
 }
 
+TEST(Control, ForeignBytesAfterAByeEndThePeerSilently) {
+  links_are_sealed = true;
+  Ends ends = unix_ends();
+  const UniqueFd foreign(::dup(ends.second.get()));
+  Control one(0, 2), other(1, 2);
+  one.adopt(with_keys(std::move(ends.first), true), 1);
+  other.adopt(with_keys(std::move(ends.second), false), 0);
+  links_are_sealed = false;
+  other.send(0, frame_of(ControlType::kBye, 0));
+  EXPECT_EQ(wait_for_event(one).frame.type, ControlType::kBye);
+  const std::array<char, 1024> bytes{1};
+  ASSERT_EQ(::send(foreign.get(), bytes.data(), bytes.size(), 0), 1024);
+  EXPECT_FALSE(one.poll());
+  EXPECT_FALSE(one.connected(1));
+}
+
 TEST(Control, ALongTextIsCut) {
   const ControlFrame frame = frame_of(ControlType::kFailure, 0, std::string(1000, 'x'));
   EXPECT_EQ(text_of(frame), std::string(frame.text.size(), 'x'));
