@@ -97,6 +97,7 @@ class TcpTransport final : public QueuedTransport {
 
   std::optional<ConstBytes> arrived_by_ways(Rank peer);
   void end_way(const TcpStream& stream, Rank peer, const std::string& failure);
+  void acknowledge(Rank peer, bool missing);
   bool serve_ways(Rank peer);
   void look_after(Rank peer);
   void look_after_ways(Rank peer, Clock::time_point now);
@@ -176,7 +177,8 @@ std::size_t TcpTransport::unsent(Rank peer) const {
     return !stream.unsent.empty() && (link.ways == nullptr || link.ways->usable(stream.way));
   };
   const auto sending = std::ranges::count_if(link.streams, sends);
-  const bool resends = link.ways != nullptr && !link.ways->all_ended();
+  const bool resends =
+      link.ways != nullptr && !link.ways->all_ended() && why_gone(peer).empty();
   const std::size_t again = resends ? link.ways->to_send_again() : 0;
   return QueuedTransport::unsent(peer) + again + static_cast<std::size_t>(sending);
 }
@@ -327,7 +329,7 @@ void TcpTransport::consume(Rank peer) {
   if (link.front != nullptr) link.front->inbox.pop();
   if (link.ways != nullptr) {
     link.ways->consume();
-    if (link.ways->owes()) link.ways->acknowledge(/*missing=*/false);
+    if (link.ways->owes()) acknowledge(peer, /*missing=*/false);
   } else if (link.counts()) {
     ++link.read;
   }
@@ -408,7 +410,15 @@ void TcpTransport::end_way(const TcpStream& stream, Rank peer, const std::string
   for (TcpStream& each : link.streams)
     if (each.way == stream.way) each.unsent = {};
   if (std::ranges::all_of(link.streams, &TcpStream::ended)) return drop_unsent(peer, failure);
-  link.ways->acknowledge(/*missing=*/false);  // which says that it has ended
+  acknowledge(peer, /*missing=*/false);  // which says that it has ended
+}
+
+void TcpTransport::acknowledge(Rank peer, bool missing) {
+  try {
+    link_to(peer).ways->acknowledge(missing);
+  } catch (const Error& error) {  // of libcrypto
+    drop_unsent(peer, error.what());
+  }
 }
 
 // Hears acknowledgements; returns whether there may be more to send.
@@ -474,7 +484,7 @@ void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
       ways.use_again(static_cast<int>(way));
   }
   ways.tell(now);
-  if (ways.misses_one(now)) ways.acknowledge(/*missing=*/true);
+  if (ways.misses_one(now)) acknowledge(peer, /*missing=*/true);
   const double unusable = std::chrono::duration<double>(now - ways.unusable_since(now)).count();
   if (silent && unusable > limit) return drop_unsent(peer, "it is reached by no way any more");
   push_out(peer);

@@ -1,4 +1,6 @@
 // tcp over several ways: what was on a way that fails comes by another one, once and in order.
+#include <poll.h>
+
 #include <array>
 
 #include "gradwire/transport/ways/tcp_ways.h"
@@ -132,6 +134,28 @@ TEST_P(TwoWays, NothingIsLeftToSendToAPeerThatHasClosed) {
   expect_end(*ranks_[0], 1);
   EXPECT_TRUE(ranks_[0]->is_flushed(1));
   EXPECT_TRUE(ranks_[0]->flush());
+}
+
+TEST_P(TwoWays, TheLastWayIsKeptThoughAFrameIsMissed) {
+  if (GetParam()) return;
+  const int theirs = ::dup(far_[1][1].get());
+  std::vector<int> other;
+  for (const UniqueFd& each : far_[0]) other.push_back(::dup(each.get()));
+  connect();
+  for (const int each : other) {
+    ::shutdown(each, SHUT_RDWR);
+    ::close(each);
+  }
+  send(*ranks_[0], {1}, 40, 1);
+  ::poll(nullptr, 0, 2600);  // before that it is too early to miss the frame
+  const Acknowledgement missing{.missing = 1};
+  ASSERT_EQ(::send(theirs, &missing, sizeof missing, 0), static_cast<ssize_t>(sizeof missing));
+  ranks_[0]->arm();
+  ranks_[0]->disarm();
+  send(*ranks_[0], {1}, 50, 2);
+  expect_message(*ranks_[1], 0, 40, 1);
+  expect_message(*ranks_[1], 0, 50, 2);
+  ::close(theirs);
 }
 
 TEST_P(TwoWays, AnAcknowledgementOfWhatWasNotSentEndsThePeer) {

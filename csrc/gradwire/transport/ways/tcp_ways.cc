@@ -67,6 +67,12 @@ void TcpWays::tell(Clock::time_point now) {
   }
 }
 
+bool TcpWays::others_usable(int than) const noexcept {
+  for (int way = 0; way < all_->count(); ++way)
+    if (way != than && usable(way)) return true;
+  return false;
+}
+
 TcpWays::Clock::time_point TcpWays::unusable_since(Clock::time_point now) noexcept {
   const bool any =
       std::ranges::any_of(ways_, [](const Way& way) { return way.state == State::kUsed; });
@@ -112,6 +118,12 @@ std::optional<std::uint32_t> TcpWays::next_again() noexcept {
     return number;
   }
   return std::nullopt;
+}
+
+std::size_t TcpWays::to_send_again() const noexcept {
+  const bool over =
+      std::ranges::all_of(ways_, [](const Way& way) { return way.state == State::kEnded; });
+  return over ? 0 : again_.size();
 }
 
 ConstBytes TcpWays::send_by(std::uint32_t number, int way) {
@@ -258,7 +270,10 @@ void TcpWays::take(const Acknowledgement& heard) {
   if (heard.missing == 0 || kept_.empty()) return;
   const Kept& frame = kept_.front();
   if (frame.way < 0 || frame.again || Clock::now() - frame.sent < kSentBefore) return;
-  leave_out(frame.way, State::kEnded, "what was sent does not arrive");
+  if (others_usable(frame.way))
+    return leave_out(frame.way, State::kEnded, "what was sent does not arrive");
+  send_again(first_);  // the last way may be slow, and there is no better one
+  changed_ = true;
 }
 
 }  // namespace gradwire::transport

@@ -59,7 +59,8 @@ class TcpWays {
   std::uint32_t keep(ConstBytes frame);
   // Returns the frame that must be sent again, if one must.
   std::optional<std::uint32_t> next_again() noexcept;
-  std::size_t to_send_again() const noexcept { return again_.size(); }
+  // Returns how many must be; none where no way is left, as of one stream that has ended.
+  std::size_t to_send_again() const noexcept;
   // Returns a kept frame that is sent by a way now.
   ConstBytes send_by(std::uint32_t number, int way);
 
@@ -124,6 +125,7 @@ class TcpWays {
   void send_again(std::uint32_t number);
   Kept& kept(std::uint32_t number) { return kept_[number - first_]; }
   std::uint16_t ended_ones() const noexcept;
+  bool others_usable(int than) const noexcept;
 
   std::shared_ptr<Ways> all_;
   std::size_t max_message_;
