@@ -65,6 +65,7 @@ _TURN_SECONDS = 3.0
 # that the second attempt hears that it is not there.
 _BRIEF_SECONDS = 2.0
 _NO_WAY_SECONDS = 60.0  # in which such ones are not tried again
+_MOST_PATIENCE = 4  # times as long as usual for a busy peer to answer
 _WAY_SECONDS = 1.0  # in which two interfaces reach each other, or are no way
 # Errors after which a retry is useless: the peer's address leads nowhere from here.
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT)
@@ -137,6 +138,7 @@ class _Attempt:
         self._relay: relay.Dial | None = None
         self._relayed: set[int] = set()  # peers to which this rank connects by the relay
         self._registration: relay.Registration | None = None
+        self._patience: dict[int, int] = {}  # with peers that have not answered in time
         self._ways: dict[int, dict[int, tuple[Interface, tuple[str, int]]]] = {}  # by peer
 
     def run(self, exchange: Exchange) -> None:
@@ -429,16 +431,15 @@ class _Attempt:
         purpose: Purpose,
         stream: int = 0,
         way: int = 0,
-        limit: Deadline | None = None,
     ) -> socket.socket | None:
         """Proves this rank on a socket; None where the peer has made the first one of the pair."""
         if purpose != Purpose.CONTROL:
-            return self._prove(sock, peer, purpose, stream, way, limit)
+            return self._prove(sock, peer, purpose, stream, way, self._deadline)
         if not self._acceptor.claim(peer):
             sock.close()
             return None
         try:
-            return self._prove(sock, peer, purpose, stream, way, limit)
+            return self._prove(sock, peer, purpose, stream, way, self._deadline)
         except BaseException:
             self._acceptor.give_up(peer)
             raise
@@ -450,17 +451,23 @@ class _Attempt:
         purpose: Purpose,
         stream: int,
         way: int,
-        limit: Deadline | None,
+        limit: Deadline,
     ) -> socket.socket:
         job, mesh = self._mesh.job, self._mesh
         listener = self._addresses[peer].listener
         numbers = mesh.communicator, job.epoch, mesh.rank, peer, stream, listener, way
         hello = Hello(job.name, purpose, *numbers)
-        return client_handshake(sock, hello, job.secret, limit or self._deadline)
+        patience = self._patience.get(peer, 1)
+        try:
+            return client_handshake(sock, hello, job.secret, limit, patience)
+        except TimeoutError:  # a busy peer's work grows with each attempt that is given up
+            self._patience[peer] = min(2 * patience, _MOST_PATIENCE)
+            raise
 
     def _await_higher(self) -> None:
         """Waits for the peers that connect to this rank, and turns to those that do not."""
-        patience = Deadline(_TURN_SECONDS / 2)
+        pause = _TURN_SECONDS / 2
+        patience = Deadline(pause)
         while missing := self._acceptor.wait(self._deadline.within(_POLL_SECONDS)):
             self._check_peers()
             if self._deadline.passed:
@@ -475,6 +482,9 @@ class _Attempt:
                 self._register()
                 for peer in missing:
                     self._turn_to(peer)
+                # Each refuses the other while both try: so leave the peers more and more time.
+                pause *= 2
+                patience = Deadline(pause)
 
     def _turn_to(self, peer: int) -> None:
         """Connects to a peer that should do so and does not: perhaps there is only this way."""
@@ -484,7 +494,7 @@ class _Attempt:
         limit = self._deadline.within(_BRIEF_SECONDS)
         with contextlib.suppress(OSError):  # it is busy, or there is no way
             sock = open_socket(info, transport, self._mesh.interface.interface, limit)
-            control = self._authenticate(sock, peer, Purpose.CONTROL, limit=limit)
+            control = self._authenticate(sock, peer, Purpose.CONTROL)
             if control is not None:
                 self._go_on(peer, transport, control)
 

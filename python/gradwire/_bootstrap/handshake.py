@@ -43,6 +43,9 @@ from gradwire._host.sealed_socket import SealedSocket
 from gradwire._host.user_namespace import stands_for_all_unmapped
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a request that must follow
+# For the welcome. A server that has the proof may have admitted the client, however late it says
+# so; one that has not closes the connection.
+WELCOME_TIMEOUT = 30.0
 
 _MAGIC = b"GWJ1"
 _VERSION = 5
@@ -209,15 +212,16 @@ def bind_to_device(sock: socket.socket, device: str) -> None:
 
 
 def client_handshake(
-    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline
+    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline, patience: int = 1
 ) -> socket.socket:
     """Runs the client's half on a connected socket, which it closes when that fails.
 
     A Unix socket's server must run as the same user. Returns the socket to go on with, which is
-    another one where it is sealed, and fails with the server's host (`keepalive`).
+    another one where it is sealed, and fails with the server's host (`keepalive`). The server has
+    `patience` times HANDSHAKE_TIMEOUT to answer.
     """
     try:
-        noise, cipher = _prove(sock, hello, secret, deadline)
+        noise, cipher = _prove(sock, hello, secret, deadline, patience)
         return go_on(sock, noise, cipher, always_read=hello.purpose not in _DATA)
     except BaseException:
         sock.close()
@@ -225,11 +229,11 @@ def client_handshake(
 
 
 def _prove(
-    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline
+    sock: socket.socket, hello: Hello, secret: bytes, deadline: Deadline, patience: int
 ) -> tuple[_core.Noise, _core.Cipher | None]:
     """Exchanges the messages, until the server has said welcome."""
     require_own_user(sock, secret)
-    limit = deadline.within(HANDSHAKE_TIMEOUT)
+    limit = deadline.within(patience * HANDSHAKE_TIMEOUT)
     side, noise = side_of(sock, host_identity()), _noise(True, secret, hello)
     sock.settimeout(limit.left)
     sock.sendall(hello.pack() + noise.write(side.pack()))
@@ -244,7 +248,7 @@ def _prove(
         raise
     sock.sendall(noise.write(b""))
     try:
-        noise.read(receive(sock, _PROOF, limit))
+        noise.read(receive(sock, _PROOF, deadline.within(WELCOME_TIMEOUT)))
     except TransportError:
         raise HandshakeError("it did not say welcome") from None
     return noise, cipher

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import random
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,12 +19,13 @@ import pytest
 from gradwire import RendezvousError
 from gradwire._base.deadline import Deadline
 from gradwire._bootstrap import acceptor as acceptors
-from gradwire._bootstrap import connect, endpoints
-from gradwire._bootstrap.authenticator import Admitted
+from gradwire._bootstrap import connect, endpoints, handshake
+from gradwire._bootstrap.authenticator import Admitted, Authenticator
 from gradwire._bootstrap.connect import connect_mesh
 from gradwire._bootstrap.endpoints import listen, open_socket
 from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, SettingsError
 from gradwire._bootstrap.mesh import AddressInfo, Job, Mesh
+from gradwire._errors import Error
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface
 from ranks import LIMIT
 
@@ -260,6 +265,83 @@ def test_missing_ranks_are_named_at_the_deadline(
     tries.reset_mock()
     attempt._await_higher()
     assert [each.args[0].name for each in tries.call_args_list] == ["rank3:0"]
+
+
+def test_a_rank_that_turns_in_vain_leaves_its_peers_more_and_more_time(
+    attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two that are busy refuse each other for ever."""
+    attempt._acceptor.wait = mock.Mock(side_effect=[[3], [3], [3], []])
+    attempt._turn_to = mock.Mock()
+    monkeypatch.setattr(connect, "_TURN_SECONDS", 3.0)
+    pauses = mock.Mock(return_value=mock.Mock(passed=True))
+    monkeypatch.setattr(connect, "Deadline", pauses)
+    attempt._await_higher()
+    assert pauses.call_args_list == [mock.call(each) for each in (1.5, 3.0, 6.0, 12.0)]
+    assert attempt._turn_to.call_args_list == [mock.call(3)] * 3
+
+
+def test_a_busy_peer_gets_more_time_to_answer(
+    attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is only busy with those that have given up."""
+    monkeypatch.setattr(connect, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(connect, "open_socket", mock.Mock())
+    shakes = mock.Mock(side_effect=[TimeoutError] * 4 + ["a socket"])
+    monkeypatch.setattr(connect, "client_handshake", shakes)
+    assert attempt._connect(0, Purpose.CONTROL, "tcp") == "a socket"
+    assert [each.args[-1] for each in shakes.call_args_list] == [1, 2, 4, 4, 4]
+
+
+def test_slow_ranks_that_turn_to_each_other_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message takes about as long as its limit, now and then."""
+    chance, size = random.Random(7), 5
+    for name in ("_TURN_SECONDS", "_BRIEF_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(connect, name, getattr(connect, name) / 20)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.15)
+    monkeypatch.setattr(connect, "require_route", mock.Mock())
+    monkeypatch.setenv("GRADWIRE_TCP_STREAMS", "2")
+
+    def slowed(honest: Any) -> Any:
+        def slow(*given: Any) -> Any:
+            threading.Event().wait(0.03 * chance.random() * chance.choice([1] * 9 + [5]))
+            return honest(*given)
+
+        return slow
+
+    monkeypatch.setattr(Authenticator, "_advance", slowed(Authenticator._advance))
+    monkeypatch.setattr(handshake, "receive", slowed(handshake.receive))
+    gathered = [b""] * size
+    barrier = threading.Barrier(size)
+
+    def exchange(rank: int, own: bytes) -> list[bytes]:
+        gathered[rank] = own
+        barrier.wait(LIMIT)
+        return gathered
+
+    def meet(rank: int) -> Mesh:
+        found: Any = connect._Attempt(
+            mesh(rank, size), ("tcp",), Deadline(60), mock.Mock(), lambda _, text: Error(text)
+        )
+        found._own = replace(found._own, host=f"h{rank}")
+        try:
+            found.run(lambda own, _: exchange(rank, own))
+        except BaseException:
+            found.discard()
+            raise
+        return found._mesh
+
+    with ThreadPoolExecutor(size) as pool:
+        meshes = list(pool.map(meet, range(size)))
+    for rank, peer in itertools.permutations(range(size), 2):
+        ours, theirs = (meshes[a].peers[b].sockets() for a, b in ((rank, peer), (peer, rank)))
+        for mine, its in zip(ours, theirs, strict=True):
+            assert (mine.getsockname(), mine.getpeername()) == (
+                its.getpeername(),
+                its.getsockname(),
+            )
+    for each in meshes:
+        each.close()
 
 
 def test_a_rank_alone_needs_no_socket() -> None:

@@ -235,6 +235,23 @@ def test_a_challenge_is_not_waited_for_longer_than_the_limit(
         client_handshake(ours, HELLO, SECRET, Deadline(60))
 
 
+def test_a_welcome_may_come_after_the_limit(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have admitted the client, and would take one that gave up for dead."""
+    honest, passed = handshake.receive, []
+
+    def receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+        passed.append(deadline.passed)
+        found = honest(sock, count, deadline)
+        deadline.at = 0.0  # all the time of this message is over
+        return found
+
+    monkeypatch.setattr(handshake, "receive", receive)
+    join(listener)
+    assert passed == [False, False]
+
+
 @pytest.mark.parametrize("excess", [1, 1 << 20])
 def test_more_bytes_than_a_frame_are_no_proof(listener: Listener, excess: int) -> None:
     with connected(listener) as sock, suppress(ConnectionError):  # it hangs up in the middle
