@@ -177,8 +177,7 @@ std::size_t TcpTransport::unsent(Rank peer) const {
     return !stream.unsent.empty() && (link.ways == nullptr || link.ways->usable(stream.way));
   };
   const auto sending = std::ranges::count_if(link.streams, sends);
-  const bool resends =
-      link.ways != nullptr && !link.ways->all_ended() && why_gone(peer).empty();
+  const bool resends = link.ways != nullptr && !link.ways->all_ended() && why_gone(peer).empty();
   const std::size_t again = resends ? link.ways->to_send_again() : 0;
   return QueuedTransport::unsent(peer) + again + static_cast<std::size_t>(sending);
 }
