@@ -52,7 +52,7 @@ from gradwire._host.interfaces import LOOPBACK, Choice, Interface, ways_between
 from gradwire._host.keepalive import outlive_outages
 from gradwire._host.streams import further_streams
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
-from gradwire._host.ways import name_of_way
+from gradwire._host.ways import TriedWays, name_of_way
 
 # An all_gather of bytes by any means: all ranks' in rank order, on every rank, by the deadline.
 Exchange = Callable[[bytes, Deadline], Sequence[bytes]]
@@ -64,7 +64,6 @@ _TURN_SECONDS = 3.0
 # For an attempt to connect where there may be another way. The kernel looks for a host for 3 s, so
 # that the second attempt hears that it is not there.
 _BRIEF_SECONDS = 2.0
-_NO_WAY_SECONDS = 60.0  # in which such ones are not tried again
 _MOST_PATIENCE = 4  # times as long as usual for a busy peer to answer
 _WAY_SECONDS = 1.0  # in which two interfaces reach each other, or are no way
 # Errors after which a retry is useless: the peer's address leads nowhere from here.
@@ -73,8 +72,7 @@ _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETI
 _log = logging.getLogger("gradwire")
 
 _unreachable: set[str] = set()  # hosts to which only the relay led from here
-# Own interfaces, a peer's host and address, and until when they are not tried again.
-_no_ways: dict[tuple[str, str, str], Deadline] = {}
+_tried_ways = TriedWays()
 _relays: dict[int, RelayPlace] = {}  # the last one of each job, by its tag
 
 
@@ -320,16 +318,17 @@ class _Attempt:
     def _try_way(self, peer: int, way: int) -> None:
         interface, place = self._ways[peer][way]
         pair = interface.name, self._addresses[peer].host, place[0]
-        if pair in _no_ways and not _no_ways[pair].passed:
+        if _tried_ways.lead_nowhere(*pair):
             return
         try:
             limit = self._deadline.within(_WAY_SECONDS)
             sock = open_way(interface, place, limit)
             sock = self._prove(sock, peer, Purpose.CONTROL, 0, way, limit)
         except OSError as error:
-            _no_ways[pair] = Deadline(_NO_WAY_SECONDS)
+            _tried_ways.failed(*pair)
             _log.debug("%s leads to no rank %d at %s port %d: %s", interface, peer, *place, error)
         else:
+            _tried_ways.worked(interface.name)
             self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS] = sock
 
     def _connect(

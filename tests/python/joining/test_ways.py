@@ -17,6 +17,7 @@ import pytest
 from gradwire import Communicator, TransportError
 from gradwire._host import interfaces
 from gradwire._host.interfaces import Interface, further, ways_between
+from gradwire._host.ways import TriedWays
 from hosts import Network, Rank
 
 MISSING = namespaces.missing()
@@ -320,3 +321,16 @@ def test_each_interface_has_a_pair_by_the_routing_table(
     if theirs[-1] == "10.9.0.2":
         expected = [(ETH1, "10.9.0.2")]  # perhaps; it remains to be tried
     assert found == [(interface, (address, 7)) for interface, address in expected]
+
+
+def test_an_interface_that_led_to_none_of_two_hosts_is_tried_with_no_third() -> None:
+    tried = TriedWays()
+    assert not tried.lead_nowhere("eth1", "a", "10.0.1.1")
+    tried.failed("eth1", "a", "10.0.1.1")
+    assert tried.lead_nowhere("eth1", "a", "10.0.1.1")
+    assert not tried.lead_nowhere("eth1", "b", "10.0.1.2")
+    tried.failed("eth1", "b", "10.0.1.2")
+    assert tried.lead_nowhere("eth1", "c", "10.0.1.3")
+    assert not tried.lead_nowhere("eth0", "c", "10.0.1.3")
+    tried.worked("eth1")
+    assert not tried.lead_nowhere("eth1", "c", "10.0.1.3")
