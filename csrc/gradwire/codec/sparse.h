@@ -19,6 +19,7 @@
 // chunks better, and a block and its payload should fit the L2 cache.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -52,6 +53,11 @@ struct Positions {
 
   std::span<const std::uint16_t> all() const { return {index.data(), count}; }
   void take(const HitMask& hits, std::size_t n);
+  template <typename Unwanted>
+  void drop(Unwanted unwanted) {
+    const auto end = index.begin() + static_cast<std::ptrdiff_t>(count);
+    count = static_cast<std::size_t>(std::remove_if(index.begin(), end, unwanted) - index.begin());
+  }
 };
 
 // Returns the most bytes that write_positions() needs for n elements.

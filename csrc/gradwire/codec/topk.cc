@@ -4,7 +4,8 @@
 //   k := density · elements of the block, rounded, at least 1; the k largest |v| are sent, of equal
 //   ones those with the lower index. y := v there, 0 elsewhere; error := v − y.
 //   values=fp16, bf16: y := v in that format, to nearest even, limited to its largest.
-//   values=2bit: y := v in two bits (codec/two_bits.h), as SparseLoCo sends it (Sarfi 2025).
+//   values=2bit: y := v in two bits (codec/two_bits.h), as SparseLoCo sends it (Sarfi 2025). These
+//   have no 0, so elements that are 0 are not sent.
 //   A block with NaN or Inf decodes to NaN; its errors are v, 0 where v is not finite.
 // A block's record in the payload: its positions (codec/sparse.h), then their values.
 //
@@ -87,13 +88,16 @@ std::size_t TopK::encode_block(SparseSource block, float* error, CodecState* sta
   SparseScratch& scratch = SparseScratch::mine();
   float& filter = state->filter;
   filter = std::isfinite(filter) ? std::max(0.0F, filter) : 0;
-  if (select_largest(block, share_of(definition().density, block.n), error, filter, scratch) >=
-      kInfinityBits) {
+  const std::uint32_t smallest =
+      select_largest(block, share_of(definition().density, block.n), error, filter, scratch);
+  if (smallest >= kInfinityBits) {
     clear_not_finite(error, block.n);
     return write_not_finite(out);
   }
-  const std::size_t size = write_positions(scratch.positions.all(), block.n, out);
   if (error != nullptr) block = {error, nullptr, block.n};  // holds v; residual may be overwritten
+  if (smallest == 0 && definition().values == Values::kTwoBits)
+    scratch.positions.drop([&](std::uint16_t i) { return block[i] == 0; });
+  const std::size_t size = write_positions(scratch.positions.all(), block.n, out);
   return size + write_values(block, error, scratch, out + size);
 }
 

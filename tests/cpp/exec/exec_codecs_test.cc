@@ -142,7 +142,7 @@ TEST_P(Codecs, NeitherTimingNorSegmentsNorTransportChangeABit) {
       std::vector<Values> expected;
       std::vector<std::uint64_t> frames;
       for (const Travel& travel :
-           {Travel{}, Travel{"inproc", 1 << 20, true}, Travel{"inproc", 600, true},
+           {Travel{}, Travel{"inproc", 1 << 20, true}, Travel{"inproc", 300, true},
             Travel{"shm", 5000, true}, Travel{"tcp", 40000, false}}) {
         Job job(ranks, {{"w", n}, {"b", 10}}, travel);
         std::vector<Values> found;

@@ -47,15 +47,17 @@ __device__ std::uint32_t first_ties(std::uint32_t ties, unsigned taken) {
   return ties;
 }
 
-// Sets the bits of the selected elements in room.hits, which may be read after a barrier.
+// Sets the bits of the selected elements in room.hits, which may be read after a barrier. Where
+// `zeros` is false, elements that are 0 are left out.
 __device__ void mark_largest(TopKRoom& room, const float (&v)[kUnitSteps], unsigned steps,
-                             const Selected& found) {
-  const bool some = found.taken < found.equal;  // whether only some of the ties are sent
+                             const Selected& found, bool zeros) {
+  const bool none = !zeros && found.magnitude == 0;      // whether no tie is sent
+  const bool some = !none && found.taken < found.equal;  // whether only some of the ties are
 #pragma unroll
   for (unsigned s = 0; s < kUnitSteps; ++s) {
     const std::uint32_t magnitude = magnitude_bits(v[s]);
     const bool inside = s < steps;
-    const bool above = some ? magnitude > found.magnitude : magnitude >= found.magnitude;
+    const bool above = some || none ? magnitude > found.magnitude : magnitude >= found.magnitude;
     const unsigned hits = __ballot_sync(kAllLanes, inside && above);
     if (threadIdx.x % kWarp == 0) room.hits[mask_word(s)] = hits;
     if (!some) continue;
@@ -78,7 +80,8 @@ __device__ unsigned rank_of(const TopKRoom& room, unsigned step) {
 // on. `prepare` sees all values first.
 
 template <typename As>
-struct Alone {  // each value by itself
+struct Alone {                          // each value by itself
+  static constexpr bool kZeros = true;  // whether elements that are 0 are sent, too
   __device__ static unsigned bytes(unsigned count) { return As::kBits / 8 * count; }
   __device__ static unsigned place(unsigned, unsigned rank) { return As::kBits * rank; }
   __device__ static void prepare(TopKRoom&, const float (&)[kUnitSteps], unsigned, unsigned) {}
@@ -124,6 +127,7 @@ struct As16Bits : Alone<As16Bits<Half>> {
 struct AsTwoBits {
   using Of = codec::TwoBits;
   using Level = As16Bits<GpuBf16>;
+  static constexpr bool kZeros = false;
   static constexpr unsigned kBits = 2;
   static constexpr unsigned kGroup = Of::kGroup;
 
@@ -286,7 +290,7 @@ __device__ unsigned write_unit(TopKRoom& room, const float (&v)[kUnitSteps],
                                const BlockSource& source, const Selected& found, std::byte* out) {
   const unsigned n = source.n;
   clear(room.payload, kStagedBytes / 4 + 2);
-  mark_largest(room, v, source.steps, found);
+  mark_largest(room, v, source.steps, found, As::kZeros);
   __syncthreads();
   const WrittenPositions positions =
       write_positions(room.hits[threadIdx.x], n, room.positions, room.payload);
