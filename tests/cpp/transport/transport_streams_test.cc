@@ -6,7 +6,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_streams_test {
 
 constexpr int kStreams = 3;
 constexpr std::size_t kLargest = 1 << 16;
@@ -152,5 +152,5 @@ TEST(StreamNumbers, AFrameThatIsTooFarAheadIsForeign) {
 
 INSTANTIATE_TEST_SUITE_P(PlainAndSealed, Streams, testing::Bool());
 
-}  // namespace
+}  // namespace transport_streams_test
 }  // namespace gradwire::transport

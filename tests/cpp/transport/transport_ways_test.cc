@@ -7,7 +7,7 @@
 #include "transport_harness.h"
 
 namespace gradwire::transport {
-namespace {
+namespace transport_ways_test {
 
 constexpr std::size_t kLargest = 1 << 14;
 constexpr int kSmallBuffer = 4096;
@@ -202,5 +202,5 @@ TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {
   EXPECT_TRUE(ways.next()->works);
 }
 
-}  // namespace
+}  // namespace transport_ways_test
 }  // namespace gradwire::transport
