@@ -259,9 +259,9 @@ def test_pipelines_train() -> None:
             assert losses[-1] < 1.05 * dense[-1]
 
 
-def test_options_refuse_codecs_that_need_error_feedback() -> None:
+def test_options_refuse_codecs_for_sums_of_gradients() -> None:
     for codec in ("onebit", "topk", "lowrank"):
-        with pytest.raises(InvalidArgument, match="error feedback"):
+        with pytest.raises(InvalidArgument, match="is for sums of gradients"):
             Options(codec=codec)
     with pytest.raises(InvalidArgument, match="nosuch"):
         Options(codec="nosuch")

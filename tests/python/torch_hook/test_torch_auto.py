@@ -142,12 +142,15 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("link", "codec"),
-    [(None, "none"), ("10mbit,100us", "int4")],
+    ("link", "codecs"),
+    [(None, ["none"]), ("10mbit,100us", ["int4", "Stages((0, 'int8'), (500, 'lowrank'))"])],
 )
 @torch_ranks.on_ranks(2)
-def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
-    """The codec that this rank trains with, and what it says of it."""
+def test_ranks_choose_alike_and_say_why(link: str | None, codecs: list[str]) -> None:
+    """The codec that this rank trains with, and what it says of it.
+
+    Which of two is faster depends on what it measures of a link of a busy machine.
+    """
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -166,7 +169,8 @@ def test_ranks_choose_alike_and_say_why(link: str | None, codec: str) -> None:
     why = [each for each in logged if each.startswith("codec='auto'")]
     assert all(each in repr(state) and each in str(state.stats()) for each in (*why, state.why))
     (first, said), (second, silent) = torch_ranks.gathered((str(state.codec), why))
-    assert first == second == codec
+    assert first == second
+    assert first in codecs
     assert len(said) == 1
     assert silent == []
 

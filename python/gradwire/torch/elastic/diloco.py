@@ -333,7 +333,7 @@ def _on_host(values: Tensors) -> Tensors:
         if each.is_cuda:
             host = cuda_staging.host_memory(each.shape, torch.float32)
         else:
-            host = torch.empty(each.shape, dtype=torch.float32)
+            host = torch.empty(each.shape, dtype=torch.float32, device="cpu")
         made[name] = host.copy_(each)
     return made
 
