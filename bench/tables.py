@@ -34,7 +34,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
-from bench.local_sgd import coming_and_going_report, losses_report, streaming_report
+from bench.local_sgd import coming_and_going_report, losses_report
 from bench.network import long_link_report, two_interfaces_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
@@ -319,11 +319,6 @@ def diloco(results: Path) -> list[str]:
     return diloco_report.summary(_loaded(newest(results, "diloco-*.json")))
 
 
-def streaming(results: Path) -> list[str]:
-    """Steps of Streaming DiLoCo at its predicted rate, over those without exchange."""
-    return streaming_report.table(_loaded(newest(results, "streaming-*.json")))
-
-
 def coming_and_going(results: Path) -> list[str]:
     """Trainings with elastic.DiLoCo, undisturbed and disturbed, and the goals."""
     return coming_and_going_report.summary(_loaded(newest(results, "coming-and-going-*.json")))
@@ -481,7 +476,6 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "shaped-backend-steps": shaped_backend_steps,
     "hybrid": hybrid,
     "diloco": diloco,
-    "streaming": streaming,
     "coming-and-going": coming_and_going,
     "local-sgd-by-ranks": local_sgd_by_ranks,
     "local-sgd-by-rounds": local_sgd_by_rounds,

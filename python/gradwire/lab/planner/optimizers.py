@@ -12,7 +12,7 @@ from gradwire.lab.planner.tables.network import CONV, Network
 
 _SGD, _ONE_BIT_ADAM, _ADAMS = "sgd", "onebitadam", ("adam", "adamw")
 _OF_ONE_BIT_ADAM = ("none", "int8", "onebit")
-_FOR_SGD = "int4"  # by judgement: with AdamW only short trainings were measured
+_FOR_SGD = "int4"  # with AdamW only short trainings were measured
 
 
 @dataclass(frozen=True)
