@@ -370,7 +370,7 @@ def test_killed_stopped_and_new_ranks(tmp_path: Path) -> None:
         go_on(0, 1, 2, 3)
         team.finish(LIMIT)
         stats = server.stats()[0]
-        assert stats["most_staleness"] > 3  # what the stopped rank pushed
+        assert stats["most_staleness"] > 1  # of what the stopped rank pushed
         assert len(stats["gone"]) == 1
         ends = []
         for seed in (1, 2):
