@@ -106,9 +106,11 @@ def _child(
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-    )
+    meeting = dist.FileStore(store, ranks)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks)
+    meeting.set(f"joined {rank}", "")
+    # Where one ends while another still connects, gloo fails there.
+    meeting.wait([f"joined {each}" for each in range(ranks)])
     try:
         outcome = True, body(*args)
     except BaseException as error:
