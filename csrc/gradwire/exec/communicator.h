@@ -42,8 +42,9 @@ class Communicator {
   void set_sites(schedule::Sites sites);  // likewise
   bool has_sites() const;                 // whether there are several
   void run(const Request& request, const Interrupt& interrupt = nullptr);
-  // Starts the request and drives it for some microseconds; wait() does the rest. `slow` is called
-  // before it takes longer, which it does to find out which rank failed.
+  // Starts the request and drives it for some microseconds, without sleep: the caller may hold what
+  // another rank needs. wait() does the rest. `slow` is called before it takes longer, which it
+  // does to find out which rank failed.
   std::shared_ptr<Work> begin(const Request& request, const std::function<void()>& slow = nullptr);
   std::shared_ptr<Work> submit(const Request& request);
   // `packed_as`: the elements, which then travel packed (codec/lossless.h) where they can.

@@ -187,13 +187,15 @@ void Driver::finish_current(bool unannounced) {
 }
 
 // Spins first: a peer that runs answers within microseconds, less than sleeping and waking takes.
-// Then yields, which lets a peer that waits for this rank's core run; then sleeps.
-void Driver::back_off(unsigned idle, const Interrupt& interrupt) {
+// Then yields, which lets a peer that waits for this rank's core run.
+bool Driver::back_off(unsigned idle) const noexcept {
   const unsigned spins = backoff_.spins(engine_.most_spins);
-  if (idle <= spins) return pause_spinning();
-  if (idle <= spins + backoff_.yields(engine_.most_spins))
-    return static_cast<void>(::sched_yield());
-  sleep(interrupt);
+  if (idle > spins + backoff_.yields(engine_.most_spins)) return false;
+  if (idle <= spins)
+    pause_spinning();
+  else
+    ::sched_yield();
+  return true;
 }
 
 void Driver::run_checks(const Interrupt& interrupt) {

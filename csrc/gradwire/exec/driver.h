@@ -54,8 +54,11 @@ class Driver {
   bool step_beside_others();
   // Returns whether `until` is over or, if it is null, whether nothing is left to do.
   bool finished(const Work* until) const;
-  // Waits after `idle` steps in a row that moved nothing.
-  void back_off(unsigned idle, const Interrupt& interrupt);
+  // Waits for a moment after `idle` steps in a row that moved nothing, or returns false: after so
+  // many it is time to sleep.
+  bool back_off(unsigned idle) const noexcept;
+  // Waits until a doorbell rings.
+  void sleep(const Interrupt& interrupt);
   // Arms the doorbells. Returns whether something has moved meanwhile. disarm() must follow.
   bool prepare_sleep(const Interrupt& interrupt);
   void disarm();
@@ -91,7 +94,6 @@ class Driver {
   void finish_current(bool unannounced);
   void run_checks(const Interrupt& interrupt);
   void end_links() noexcept;
-  void sleep(const Interrupt& interrupt);
 
   Engine& engine_;
   Deadline interrupt_due_ = Deadline::after(0);

@@ -150,18 +150,20 @@ void Engine::interrupt_or_abort(const Work& work, const Interrupt& interrupt) {
 
 void Engine::drive(Lock& lock, const Work* until, const Interrupt& interrupt, unsigned most_idle,
                    const std::function<void()>& slow) {
+  const bool sleeps = most_idle == kNoIdleLimit;
   const auto turn = [&](Driver& holder) {
     const codec::FloatEnvironment environment;
     holder.begin(until);
     for (unsigned idle = 0; !holder.finished(until) && idle < most_idle;) {
-      if (holder.step(interrupt))
+      if (holder.step(interrupt)) {
         idle = 0;
-      else
-        holder.back_off(++idle, interrupt);
+      } else if (!holder.back_off(++idle)) {
+        if (!sleeps) return;
+        holder.sleep(interrupt);
+      }
     }
   };
-  const bool hands_over = most_idle == kNoIdleLimit;
-  if (const auto thrown = as_driver(lock, interrupt, turn, hands_over, slow))
+  if (const auto thrown = as_driver(lock, interrupt, turn, /*hands_over=*/sleeps, slow))
     std::rethrow_exception(thrown);
 }
 

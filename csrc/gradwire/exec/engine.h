@@ -53,8 +53,8 @@ class Engine final : public Family::Member, public ProgressThread::Task {
   std::shared_ptr<Work> enqueue(Lock& lock, const Request& given);
   std::shared_ptr<Work> enqueue_transfer(Transfer transfer, bool sends);
   void bind_operation(Pending& pending, const Request& request);
-  // Drives until `until` is over, or until `most_idle` steps in a row have moved nothing. Calls
-  // `slow` before it looks for the rank that failed.
+  // Drives until `until` is over; or, where `most_idle` is given, until so many steps in a row have
+  // moved nothing, and without sleep. Calls `slow` before it looks for the rank that failed.
   void drive(Lock& lock, const Work* until, const Interrupt& interrupt,
              unsigned most_idle = kNoIdleLimit, const std::function<void()>& slow = nullptr);
   // Has the calling thread run `drives` as the driver, without the mutex. Fails with the root cause

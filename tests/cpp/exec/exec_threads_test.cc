@@ -57,6 +57,37 @@ TEST(Threads, BlockingCallsOfTwoTakeTurns) {
   other.join();
 }
 
+// Lets rank 0 wait so long, and so often, that it would sleep at once in its next wait.
+void wait_long(Ranks& ranks) {
+  std::vector<float> one(4), other(4);
+  for (int i = 0; i < 20; ++i) {
+    std::thread early([&] { all_reduce(ranks[0], one); });
+    const auto until = Deadline::Clock::now() + std::chrono::milliseconds(1);
+    while (Deadline::Clock::now() < until) std::this_thread::yield();
+    all_reduce(ranks[1], other);
+    early.join();
+  }
+}
+
+// Whoever begins a call may hold a lock that the other rank needs to come to it.
+TEST(Threads, WhoBeginsACallDoesNotSleepInIt) {
+  Ranks ranks(2);
+  wait_long(ranks);
+  std::vector<float> one(4, 1.0F), other(4, 2.0F);
+  const Array arrays[][1] = {{array_of(one)}, {array_of(other)}};
+  Request requests[2];
+  for (int rank = 0; rank < 2; ++rank)
+    requests[rank].inputs = requests[rank].outputs = arrays[rank];
+  const auto began = Deadline::Clock::now();
+  const auto first = ranks[0].begin(requests[0]);
+  const std::chrono::duration<double> took = Deadline::Clock::now() - began;
+  const auto second = ranks[1].begin(requests[1]);
+  ranks[0].wait(*first, 30);
+  ranks[1].wait(*second, 30);
+  EXPECT_LT(took.count(), 1.0);
+  EXPECT_EQ(one, std::vector<float>(4, 3.0F));
+}
+
 // Rank 0 waits in close() for a call that rank 1 does not make. Returns how many seconds passed
 // until close() of a second thread of rank 0 was over.
 double seconds_of_second_close(const std::function<void(Communicator&)>& close) {
