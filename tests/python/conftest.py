@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def mark_nightly(items: list[pytest.Item], *, whole_files: bool) -> None:
     """Marks the tests of `nightly.txt`; raises UsageError for lines that fit no test."""
     folder = Path(__file__).parent
-    lines = (folder / "nightly.txt").read_text().splitlines()
-    prefixes = {each: False for each in lines if not each.startswith("#")}
-    files = set()
+    lines: dict[Path, list[str]] = defaultdict(list)
+    for line in (folder / "nightly.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            lines[folder / line.partition("::")[0]].append(line)
+    fitting = set()
     for item in items:
-        if not item.path.is_relative_to(folder):
-            continue
-        file = item.path.relative_to(folder).as_posix()
-        files.add(file)
-        for prefix in prefixes:
-            if f"{file}::{item.name}".startswith(prefix):
+        for line in lines.get(item.path, ()):
+            if item.name.startswith(line.partition("::")[2]):
                 item.add_marker(pytest.mark.nightly)
-                prefixes[prefix] = True
-    named = {each.split("::")[0] for each in prefixes}
-    files |= {each for each in named if not (folder / each).is_file()}
-    stale = [each for each, fits in prefixes.items() if not fits and each.split("::")[0] in files]
+                fitting.add(line)
+    collected = {item.path for item in items}
+    looked_at = [each for each in lines if each in collected or not each.is_file()]
+    stale = [line for each in looked_at for line in lines[each] if line not in fitting]
     if whole_files and stale:
         raise pytest.UsageError(f"nightly.txt names no test: {', '.join(stale)}")

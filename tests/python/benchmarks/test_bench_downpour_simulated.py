@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("sklearn")
 
 import torch
 from gradwire import serve
@@ -36,9 +35,13 @@ FAST = Network(1e12, 0.0, 1e-6)
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
-    data = images.load_digits()
+def data() -> images.Images:
+    pytest.importorskip("sklearn")  # not at once: every worker collects, and its import takes seconds
+    return images.load_digits()
 
+
+@pytest.fixture(scope="module")
+def task(data: images.Images) -> Task:
     def network(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
@@ -113,9 +116,8 @@ def test_events_compute_what_the_service_computes(
         assert modelled.mean_staleness == pytest.approx(stats["mean_staleness"])
 
 
-def test_gradients_by_hand_are_torchs() -> None:
+def test_gradients_by_hand_are_torchs(data: images.Images) -> None:
     model = network(0, 8)
-    data = images.load_digits()
     shown, labels = data.train_images[:20], data.train_labels[:20]
     torch.nn.functional.cross_entropy(model(shown), labels).backward()
     wanted = [each.grad.numpy() for each in model.parameters() if each.grad is not None]

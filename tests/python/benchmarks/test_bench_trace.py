@@ -8,7 +8,7 @@ from typing import Any
 import gradwire
 import numpy as np
 
-from bench.training import trace_cost, trace_picture
+from bench.training import trace_cost
 
 
 def turns(comm: gradwire.Communicator) -> tuple[int, bool]:
@@ -31,6 +31,8 @@ def test_the_table_has_a_row_for_each_case():
 
 
 def test_a_step_is_drawn(tmp_path: Path):
+    from bench.training import trace_picture  # and all of matplotlib
+
     def event(name: str, category: str, begin: float, length: float) -> dict[str, Any]:
         return {"name": name, "cat": category, "pid": 0, "tid": 1, "ts": begin, "dur": length}
 

@@ -4,6 +4,7 @@ Training needs nothing of `lab`, and a program loads few modules before it uses 
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from texts & MODULES
 
 
-IMPORTS = {module: set(imports_of(path)) for module, path in PATHS.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {module: set(imports_of(path)) for module, path in PATHS.items()}
 
 
 def part_of(module: str) -> str:
@@ -78,7 +81,7 @@ def test_imports_go_down() -> None:
     height = {part: -index for index, part in enumerate(order())}
     wrong = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for other in others
         if (module, other) not in METHODS and height[part_of(other)] > height[part_of(module)]
     ]
@@ -98,7 +101,7 @@ def test_only_commands_and_the_package_import_lab() -> None:
     above = ("gradwire", "gradwire.__main__", "gradwire._tools", "gradwire.lab")
     found = {
         (module, other)
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for other in others
         if other.startswith("gradwire.lab")
         and not (module in above or module.startswith(("gradwire._tools.", "gradwire.lab.")))
@@ -178,7 +181,7 @@ def test_another_name_is_an_attribute_error() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    TopologicalSorter(IMPORTS).prepare()  # raises CycleError, which names them
+    TopologicalSorter(imports()).prepare()  # raises CycleError, which names them
 
 
 def test_every_folder_says_what_belongs_there() -> None:
