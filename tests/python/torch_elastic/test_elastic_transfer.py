@@ -75,22 +75,33 @@ def test_receivers_get_every_bit_in_fewer_bytes_where_links_are_slow(
 
 
 @pytest.mark.parametrize(
-    ("rate", "hosts", "sites", "mib", "codec"),
+    ("rate", "hosts", "holders", "sites", "mib", "codec"),
     [
-        (1e9, [[0, 1], [2, 3]], 1, 100, "lossless"),
-        (1e9, [[0, 1], [2, 3]], 1, 1, "none"),
-        (4e9, [[0, 1], [2, 3]], 1, 100, "none"),
-        (4e9, [[0, 1], [2, 3]], 2, 100, "lossless"),
-        (1e9, [[0, 1]], 1, 100, "lossless"),
-        (0, [[0, 1]], 1, 100, "none"),
+        (1e9, [[0, 1], [2, 3]], 2, 1, 100, "lossless"),
+        (1e9, [[0, 1], [2, 3]], 2, 1, 1, "none"),
+        (4e9, [[0, 1], [2, 3]], 2, 1, 100, "none"),
+        (2e9, [[0, 1], [2, 3]], 2, 1, 100, "lossless"),  # of which two ranks have a half each
+        (2e9, [[0, 1], [2, 3]], 1, 1, 100, "none"),  # a broadcast, which hosts get once
+        (2e9, [[0], [1], [2], [3]], 3, 1, 100, "none"),
+        (4e9, [[0, 1], [2, 3]], 2, 2, 100, "lossless"),
+        (1e9, [[0, 1]], 1, 1, 100, "lossless"),
+        (0, [[0, 1]], 1, 1, 100, "none"),
     ],
 )
-def test_the_codec_follows_links_and_size(
-    monkeypatch: pytest.MonkeyPatch, rate: float, hosts: Any, sites: int, mib: int, codec: str
+def test_the_codec_follows_a_ranks_part_of_links_and_the_size(
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    hosts: Any,
+    holders: int,
+    sites: int,
+    mib: int,
+    codec: str,
 ) -> None:
     link = "between" if len(hosts) > 1 else "within"
     costs = {f"{link}.beta": 8 / rate, f"{link}.latency": 1e-4} if rate else {}
     ranks: Any = SimulatedRanks(CostModel(costs), hosts)
     ranks.sites = hosts[:sites]
     monkeypatch.setattr(transfer, "measured", lambda its: links.measured(its, its.clock))
-    assert transfer._codec(ranks, mib << 20) == codec
+    everyone = [rank for host in hosts for rank in host]
+    sharing = transfer._sharing(ranks, everyone[:holders], everyone[holders:])
+    assert transfer._codec(ranks, mib << 20, sharing) == codec

@@ -18,7 +18,7 @@ from gradwire._communicator import Communicator
 from gradwire.torch._ranks.broadcasts import mapped
 from gradwire.torch.exchange.links import link_of, measured
 
-# Packing pays over slower links (docs/compression.md), and measuring them for larger states.
+# Packing pays below this rate for each rank (docs/compression.md), measuring it for larger states.
 _SLOW, _LONG = 1.5e9, 4 << 20  # bit/s, bytes
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +54,8 @@ def share(
         check(packed)
         tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in slots]
     lines = list(map(_flat, tensors))
-    codec = _codec(communicator, sum(each.nbytes for each in lines))
+    sharing = _sharing(communicator, holders, receivers)
+    codec = _codec(communicator, sum(each.nbytes for each in lines), sharing)
     if len(holders) == 1:
         for line in filter(len, lines):
             communicator.broadcast(line, root=holders[0], codec=codec)
@@ -63,12 +64,20 @@ def share(
     return unpack(packed, tensors)
 
 
-def _codec(ranks: Communicator, nbytes: int) -> str:
+def _sharing(ranks: Communicator, holders: Sequence[int], receivers: Sequence[int]) -> int:
+    """The ranks of a host whose parts of a state go through its NIC at once; 1 for a broadcast."""
+    if len(holders) == 1 or len(ranks.hosts) == 1:
+        return 1
+    return max(len({*host} & {*some}) for host in ranks.hosts for some in (holders, receivers))
+
+
+def _codec(ranks: Communicator, nbytes: int, sharing: int) -> str:
     """The codec of a state, the same on all ranks, which call it together."""
     if nbytes < _LONG:
         return "none"
     # A measurement between sites takes many of their long round trips.
-    return "lossless" if len(ranks.sites) > 1 or _rate(ranks) < _SLOW else "none"
+    slow = len(ranks.sites) > 1 or _rate(ranks) / sharing < _SLOW
+    return "lossless" if slow else "none"
 
 
 def _rate(ranks: Communicator) -> float:
