@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import job
 
 LAYERS = 16
-CODECS = ("none", "fp16", "int8", "lowrank")
+CODECS = ("none", "lossless", "fp16", "int8", "int4", "lowrank")
 _UNTIMED, _TIMED = 11, 5  # steps; "auto" has chosen after nine
 
 

@@ -17,6 +17,7 @@ import itertools
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,7 +150,8 @@ def _result(case: Case, cluster: Cluster) -> Result:
     chosen, later = choose(model, ranks, Compression("auto"), optimizer, ranks.clock)  # type: ignore[arg-type]
     assert later is not None
     last = later.settings(case.compute).last
-    codecs = ["none", "fp16", "int8"] + (["int4", "lowrank"] if case.optimizer == "SGD" else [])
+    codecs = ["none", "lossless", "fp16", "int8"]
+    codecs += ["int4", "lowrank"] if case.optimizer == "SGD" else []
     parts = buckets(_network(width))
     steps = {each: _step(parts, case.compute, cluster, each) for each in codecs}
     return Result(case, str(chosen.last), str(last), steps)
@@ -202,9 +204,11 @@ def main() -> int:
     for each in found if options.all else far:
         print(each)
     worst = max(each.slower for each in found)
+    chosen = Counter(each.chosen for each in found).most_common()
     print(
         f"{len(found) - len(far)} of {len(found)} within {CLOSE} times the best; worst {worst:.3f}"
     )
+    print("chosen:", ", ".join(f"{codec} {count}" for codec, count in chosen))
     return 1 if far else 0
 
 

@@ -79,6 +79,14 @@ def test_a_biased_codec_is_compared_with_an_unbiased_one() -> None:
     assert "without; the best unbiased codec, int8, takes" in found.sentences[0]
 
 
+def test_where_bits_must_stay_lossless_is_the_best_over_slow_links() -> None:
+    for link, best in (("100mbit", "lossless"), ("10gbit", "none")):
+        options = {"link": link, "compute": 0.5, "codecs": ["lossless"], "device": "cpu"}
+        found = gradwire.advise("nin", ranks=2, **options)
+        assert {each.codec for each in found.predictions} == {"none", "lossless"}
+        assert found.best.codec == best
+
+
 def test_the_turning_point_turns() -> None:
     """Just below the stated rate compression pays by the same model, and well above it does not."""
     found = advise("resnet50", ranks=8, link="100gbit,10us", compute=0.02)

@@ -153,6 +153,13 @@ def test_codecs_that_need_error_feedback_are_for_sgd_alone(name: str) -> None:
         made(codecs=["int8", "topk"], optimizer=name)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "adamw", "lion"])
+def test_lossless_is_for_every_optimizer_but_not_for_gpus(optimizer: str) -> None:
+    given: dict[str, Any] = {"codecs": None, "optimizer": optimizer}
+    assert "lossless" in codecs_of(made(**given, device="cpu"))
+    assert "lossless" not in codecs_of(made(**given))
+
+
 def test_without_an_optimizer_the_report_says_which_it_assumes() -> None:
     found = made(codecs=None, optimizer=None)
     assert codecs_of(found) > BIASED
@@ -204,6 +211,8 @@ def test_the_best_step_is_the_least_harmful_of_the_fastest() -> None:
     assert module._best([biased, rounded, step("none", 1.06)]) is rounded
     assert module._best([biased, step("fp16", 1.1)]) is biased
     assert module._best([step("fp16", 1.03), rounded]) is rounded
+    assert module._best([rounded, step("lossless", 1.04)]).codec == "lossless"
+    assert module._best([step("lossless", 1.02), dense]) is dense  # which does no work
     best, second = module._two_best([step("none", 0.5, LOCAL), biased, step("fp16", 1.2)])
     assert (best.codec, second.codec) == ("onebit", "fp16")
     assert module._two_best([dense]) == (dense, dense)

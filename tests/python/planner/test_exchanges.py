@@ -125,6 +125,31 @@ def test_lowrank_sums_its_factors_as_they_are() -> None:
     assert [exchanges.wire_codec(each) for each in names] == ["none", "none", *names[2:]]
 
 
+@pytest.mark.parametrize("by_events", [True, False])
+def test_lossless_sends_fewer_bytes_and_packs_them(by_events: bool) -> None:
+    nbytes, share = float(1 << 24), usual_share("lossless", 4)
+    assert 0.8 < share < 0.9
+    ratios = []
+    for rate in ("10mbit", "1gbit", "100gbit"):
+        here = Cluster(4, flat(f"{rate},50us"), CostModel(), by_events)
+        dense, packed = (here.seconds("ring", nbytes, each) for each in ("none", "lossless"))
+        ratios.append(packed / dense)
+    assert ratios[0] == pytest.approx(share, rel=0.01)
+    assert ratios == sorted(ratios)
+    assert ratios[-1] > 1  # a processor packs more slowly than such links send
+    assert ratio([matrix(500, 500)], "lossless") == pytest.approx(1 / share, rel=0.01)
+    turns = Cluster(4, flat("100gbit,50us"), CostModel(), by_events, turns=2.0)
+    assert turns.seconds("ring", nbytes, "lossless") > 1.5 * packed
+
+
+def test_lossless_packs_nothing_in_memory_that_ranks_share() -> None:
+    here = Cluster(2, flat("1gbit,50us", 2), CostModel())
+    dense, packed = (here.seconds("ring", 1e6, each) for each in ("none", "lossless"))
+    assert dense == packed
+    slow = replace(here, base=CostModel({"within.beta": 8e-9}), measured=True)
+    assert slow.seconds("ring", 1e6, "lossless") < slow.seconds("ring", 1e6, "none")
+
+
 def test_lowrank_factors_what_becomes_smaller() -> None:
     small, other = matrix(4, 4), layer(10, 10)
     norm = matrix(100, 50, weights=0)

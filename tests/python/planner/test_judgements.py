@@ -38,7 +38,8 @@ def test_a_boundary_is_found_within_two_digits(at: float) -> None:
 
 
 def test_codecs_harm_training_more_or_less() -> None:
-    assert [judgement.loss(each) for each in ("none", "fp16", "onebit")] == [0, 1, 2]
+    codecs = ("none", "lossless", "fp16", "onebit")
+    assert [judgement.loss(each) for each in codecs] == [0, 0, 1, 2]
 
 
 def test_scaling_begins_with_one_rank_that_computes() -> None:
@@ -90,6 +91,15 @@ def judged(rate: str, compute: float, codecs: Sequence[str] = ("none", "fp16", "
     return judgement.Judge(net(*(matrix(600, 600) for _ in range(6))), 4, compute, here, made)
 
 
+def test_lossless_is_offered_where_it_pays_beside_a_faster_codec() -> None:
+    words = "; lossless, by which every bit stays as without, takes "
+    for rate, offered in (("100mbit", True), ("10gbit", False)):
+        sentence = next(judged(rate, 0.05, ("none", "lossless", "int8")).sentences())
+        assert (words in sentence) == offered
+    alone = next(judged("100mbit", 0.05, ("none", "lossless")).sentences())
+    assert "with lossless, 1.2 times as fast as without. From about" in alone
+
+
 @pytest.mark.parametrize(
     ("rate", "compute", "compression", "scaling"),
     [
@@ -104,7 +114,7 @@ def test_compression_pays_where_links_are_slow(
 ) -> None:
     found = judged(rate, compute)
     first, second = found.sentences()
-    gain = found._dense.step / found._lossy.step
+    gain = found._dense.step / found._encoded.step
     if gain >= judgement.WORTH:
         begin = "Compression pays: a step takes "
         assert f"onebit, {gain:.1f} times as fast as without; the best unbiased codec, fp1" in first

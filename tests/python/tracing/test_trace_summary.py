@@ -98,14 +98,20 @@ LARGE |= {"transports": ["shm", "tcp"], "input_bytes": 1 << 20}
 @pytest.mark.parametrize(
     ("others", "text"),
     [
-        ({}, "try codec='int8'"),
+        (
+            {},
+            "try codec='int8', which sends a quarter of the bytes, or where bits must stay codec=",
+        ),
         ({"transports": ["emulated"]}, "try codec='int8'"),
         ({"transports": ["shm"]}, "within hosts, where no codec pays"),
         ({"transports": ["inproc", "shm"]}, "within hosts, where no codec pays"),
         ({"input_bytes": 16}, "calls too small for a codec"),
         ({"dtype": "int64"}, "a dtype that no codec is for"),
-        ({"op": "max"}, "an op that no codec is for"),
-        ({"collective": "broadcast", "op": None}, "collectives or with an op"),
+        ({"op": "max"}, "no lossy codec is for: try codec='lossless'"),
+        ({"collective": "broadcast", "op": None}, "no lossy codec is for: try codec='lossless'"),
+        ({"dtype": "bfloat16"}, "no lossy codec is for: try codec='lossless'"),
+        ({"op": "max", "dtype": "int64"}, "a dtype that no codec is for"),
+        ({"op": "max", "input_bytes": 16}, "calls too small for a codec"),
     ],
 )
 def test_a_codec_is_advised_where_calls_can_take_it(
@@ -121,6 +127,7 @@ def test_a_codec_is_advised_where_calls_can_take_it(
     found = summary.summarize(write(tmp_path / "out.json", events))
     assert text in found.advice
     assert ("int8" in found.advice) == ("int8" in text)
+    assert ("lossless" in found.advice) == ("lossless" in text or "int8" in text)
 
 
 def test_a_trace_without_calls_is_refused(tmp_path: Path) -> None:

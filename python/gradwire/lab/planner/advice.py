@@ -12,7 +12,7 @@ from gradwire._base import arguments, units
 from gradwire._errors import InvalidArgument
 from gradwire._model import CostModel
 from gradwire.lab.planner import devices, judgement, walk
-from gradwire.lab.planner.exchanges import PER_BUCKET, Cluster, ratio, wire_codec
+from gradwire.lab.planner.exchanges import LOSSLESS, PER_BUCKET, Cluster, ratio, wire_codec
 from gradwire.lab.planner.optimizers import Optimizer
 from gradwire.lab.planner.report import Advice
 from gradwire.lab.planner.steps import (
@@ -30,7 +30,7 @@ from gradwire.lab.planner.volumes import volumes
 from gradwire.lab.simulation.exchange import check_codec
 from gradwire.lab.simulation.topology import Topology, flat
 
-CODECS = ("none", "fp16", "int8", "int4", "onebit", "topk", "lowrank")
+CODECS = ("none", "lossless", "fp16", "int8", "int4", "onebit", "topk", "lowrank")
 Progress = Callable[[float, str], None]
 _PREDICTED, _JUDGED = 0.6, 0.8  # of the progress: all steps are predicted, sentences are made
 
@@ -91,7 +91,7 @@ def advise(
     )
     if its.after_backward:
         cluster = replace(cluster, overlaps=False)
-    names = _codecs(its, codecs)
+    names = _codecs(its, codecs, here.inside is not None)
     tell = progress or (lambda *_: None)
     predictions = _predict(network, seconds, cluster, names, modes, tell)
     assumptions += its.assumptions()
@@ -147,12 +147,13 @@ class _Modes:
     local_steps: int
 
 
-def _codecs(optimizer: Optimizer, given: Sequence[str] | None) -> list[str]:
+def _codecs(optimizer: Optimizer, given: Sequence[str] | None, on_gpus: bool) -> list[str]:
     """The codecs, each once, after "none"."""
     if given is not None:
         texts = arguments.items(given, "codecs", 'a list of codecs: ["fp16", "int8"]')
         given = [check_codec(arguments.text(each, "codecs")) for each in texts]
-    return list(dict.fromkeys(["none", *optimizer.choose(given, CODECS)]))
+    usual = [each for each in CODECS if not (on_gpus and each == LOSSLESS)]  # packs nothing there
+    return list(dict.fromkeys(["none", *optimizer.choose(given, usual)]))
 
 
 def _one_bit(network: Network, compute: float, cluster: Cluster) -> str:
@@ -237,4 +238,4 @@ def _best(found: Sequence[Prediction]) -> Prediction:
     """The fastest step, or one that is hardly slower and changes training less."""
     least = min(each.step for each in found)
     near = [each for each in found if each.step <= judgement.WORTH * least]
-    return min(near, key=lambda each: (judgement.loss(each.codec), each.step))
+    return min(near, key=lambda each: (judgement.loss(each.codec), each.codec != "none", each.step))

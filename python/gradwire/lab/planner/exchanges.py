@@ -18,7 +18,7 @@ from gradwire.lab.simulation import exchange
 from gradwire.lab.simulation.closed_forms import ratio_of
 from gradwire.lab.simulation.topology import Topology, flat
 
-LOW_RANK = "lowrank"
+LOW_RANK, LOSSLESS = "lowrank", "lossless"
 _PLANNED_MESSAGES = 9000  # of a schedule whose events are simulated: a ring of 64 has 8,064
 # Times that lowrank's products take as long as adding the matrix, for each rank of its factors. On
 # CPUs that is 1.6 ms for the 1.0 M parameters of bench/results/step-times-2026-11-21.md, rank 4.
@@ -96,7 +96,7 @@ class Cluster:
 
     def algorithms(self, codec: str) -> list[str]:
         """The algorithms that can average in a codec, and sensitive layers in theirs."""
-        by = _SENSITIVE if codec.partition(":")[0] == LOW_RANK else codec
+        by = _SENSITIVE if codec.partition(":")[0] == LOW_RANK else wire_codec(codec)
         return exchange.algorithms(self.ranks, self.per_host, by)
 
     def seconds(self, algorithm: str, nbytes: float, codec: str) -> float:
@@ -106,10 +106,24 @@ class Cluster:
         """
         if self.ranks == 1 or nbytes <= 0:
             return 0.0
+        if codec == LOSSLESS:
+            return self._lossless(algorithm, nbytes)
         size = max(nbytes, _FEW)
         below = 2.0 ** math.floor(math.log2(size))
         low, high = (self._at(algorithm, each, codec) for each in (below, 2 * below))
         return low + (high - low) * (size - below) / below
+
+    def _lossless(self, algorithm: str, nbytes: float) -> float:
+        """What fewer bytes take, and their packing as if links waited for it, as some of it does.
+
+        Memory that ranks share is not packed.
+        """
+        link = "between" if self.per_host < self.ranks else "within"
+        if not self.model.parameters[f"{link}.beta"]:
+            return self.seconds(algorithm, nbytes, "none")
+        sent = 2 * (self.ranks - 1) / self.ranks * nbytes
+        packing = self.turns * sum(_core.Codec(LOSSLESS).seconds_per_byte) * sent
+        return self.seconds(algorithm, usual_share(LOSSLESS, self.ranks) * nbytes, "none") + packing
 
     def _at(self, algorithm: str, nbytes: float, codec: str) -> float:
         key = algorithm, codec, nbytes
@@ -132,7 +146,7 @@ class Cluster:
         An array of that share has the payload that a whole one usually has; encoding it costs as
         much as the whole one.
         """
-        if share == 1 or codec == "lossless":  # of which the model knows no costs of its own
+        if share == 1:
             return self.model
         if codec not in self._models:
             name, parameters = codec.partition(":")[0], self.model.parameters
@@ -165,19 +179,20 @@ def usual_share(codec: str, ranks: int) -> float:
     """The bytes that a codec usually sends, over those that the model takes payloads to have.
 
     Values are taken to be normally distributed. Sparse payloads of few ranks are gathered: a rank
-    sends p - 1 of them, where a ring sends 2 (p - 1) / p.
+    sends p - 1 of them, where a ring sends 2 (p - 1) / p. Of lossless the model takes the bytes of
+    the array.
     """
     if codec in ("none", LOW_RANK):
         return 1.0
     gathered = max(1.0, ranks / 2) if codec.partition(":")[0] in _SPARSE else 1.0
     x = np.random.default_rng(1).standard_normal(_SAMPLE).astype(np.float32)
-    assumed = _core.Codec(codec).usual_bytes(_SAMPLE)
+    assumed = x.nbytes if codec == LOSSLESS else _core.Codec(codec).usual_bytes(_SAMPLE)
     return min(1.0, gathered * len(codecs.get(codec).encode(x)) / assumed)
 
 
 def wire_codec(codec: str) -> str:
-    """The codec in which arrays are summed: lowrank sums its factors as they are."""
-    return "none" if codec.partition(":")[0] == LOW_RANK else codec
+    """The codec in which arrays are summed: lowrank's factors as they are, as those of lossless."""
+    return "none" if codec.partition(":")[0] in (LOW_RANK, LOSSLESS) else codec
 
 
 @dataclass(frozen=True)
@@ -220,7 +235,9 @@ def ratio(layers: list[Layer], codec: str) -> float:
     whole = 4.0 * sum(each.parameters for each in layers)
     found = payload(layers, codec)
     own = found.nbytes
-    if found.codec != "none":
+    if found.codec == LOSSLESS:
+        own *= usual_share(found.codec, 1)
+    elif found.codec != "none":
         own *= ratio_of(found.codec, found.nbytes) * usual_share(found.codec, 1)
     return whole / own if own else 1.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gradwire import _core
 from gradwire._base import units
-from gradwire.lab.planner.exchanges import Cluster
+from gradwire.lab.planner.exchanges import LOSSLESS, Cluster
 from gradwire.lab.planner.steps import SYNCHRONOUS, Prediction, buckets, synchronous
 from gradwire.lab.planner.tables.network import Network
 
@@ -20,8 +20,8 @@ Row = tuple[int, float, float]
 
 
 def loss(codec: str) -> int:
-    """The harm of a codec to training: 0 for none, 1 if unbiased, 2 if biased."""
-    if codec == "none":
+    """The harm of a codec to training: 0 if no bit is lost, 1 if unbiased, 2 if biased."""
+    if codec in ("none", LOSSLESS):
         return 0
     return 2 if _core.Codec(codec).biased else 1
 
@@ -43,18 +43,20 @@ class Judge:
         self._cluster = cluster
         found = [each for each in predictions if each.mode == SYNCHRONOUS]
         self._dense = _fastest(each for each in found if each.codec == "none")
-        lossy = [each for each in found if each.codec != "none"]
-        self._lossy = _fastest(iter(lossy)) if lossy else None
-        unbiased = [each for each in lossy if loss(each.codec) == 1]
+        encoded = [each for each in found if each.codec != "none"]
+        self._encoded = _fastest(iter(encoded)) if encoded else None
+        unbiased = [each for each in encoded if loss(each.codec) == 1]
         self._unbiased = _fastest(iter(unbiased)) if unbiased else None
+        exact = [each for each in encoded if loss(each.codec) == 0]
+        self._exact = _fastest(iter(exact)) if exact else None
 
     def sentences(self) -> Iterator[str]:
         """Says whether compression pays, and whether these ranks do."""
         if self._cluster.ranks == 1:
             yield "One rank exchanges nothing."
             return
-        if self._lossy is not None:
-            yield self._compression(self._lossy)
+        if self._encoded is not None:
+            yield self._compression(self._encoded)
         yield self._ranks()
 
     def weak(self) -> Iterator[Row]:
@@ -90,24 +92,32 @@ class Judge:
             low, high = (middle, high) if waits(middle) else (low, middle)
         return high
 
-    def _compression(self, lossy: Prediction) -> str:
-        gain = self._dense.step / lossy.step
-        bits = self._turning_point(lossy.codec)
+    def _compression(self, best: Prediction) -> str:
+        gain = self._dense.step / best.step
+        bits = self._turning_point(best.codec)
         if gain >= WORTH:
             until = f" From about {units.show_rate(bits)} on it would not." if bits else ""
             also = ""
-            if self._unbiased is not None and self._unbiased.codec != lossy.codec:
+            if self._unbiased is not None and self._unbiased.codec != best.codec:
                 also = f"; the best unbiased codec, {self._unbiased.codec}, takes "
                 also += units.show_seconds(self._unbiased.step)
+            also += self._without_loss(best)
             return (
-                f"Compression pays: a step takes {units.show_seconds(lossy.step)} with "
-                f"{lossy.codec}, {gain:.1f} times as fast as without{also}.{until}"
+                f"Compression pays: a step takes {units.show_seconds(best.step)} with "
+                f"{best.codec}, {gain:.1f} times as fast as without{also}.{until}"
             )
         from_ = f"It would below about {units.show_rate(bits)}." if bits else "It would on no link."
         return (
-            f"Compression does not pay: the best codec, {lossy.codec}, saves "
+            f"Compression does not pay: the best codec, {best.codec}, saves "
             f"{max(0.0, 1 - 1 / gain):.1%} of a step. {from_}"
         )
+
+    def _without_loss(self, best: Prediction) -> str:
+        exact = self._exact
+        if exact is None or exact.codec == best.codec or self._dense.step < WORTH * exact.step:
+            return ""
+        took = units.show_seconds(exact.step)
+        return f"; {exact.codec}, by which every bit stays as without, takes {took}"
 
     def _turning_point(self, codec: str) -> float | None:
         """The rate of the links above which the codec does not pay."""
@@ -119,7 +129,8 @@ class Judge:
         return _boundary(pays)
 
     def _ranks(self) -> str:
-        best = self._dense if self._lossy is None else _fastest(iter([self._dense, self._lossy]))
+        found = [self._dense] if self._encoded is None else [self._dense, self._encoded]
+        best = _fastest(iter(found))
         ranks = self._cluster.ranks
         speed_up = ranks * best.efficiency
         most, fewer = max((self._speed_up(few, best.codec), few) for few in _powers(ranks)[:-1])
