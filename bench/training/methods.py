@@ -309,3 +309,10 @@ def tcp_bytes_sent() -> int | None:
             return None
         total += struct.unpack_from("=Q", info, 200)[0]
     return total
+
+
+def interface_bytes_sent() -> int:
+    """Bytes that this network namespace's interfaces but `lo` have sent, headers and all."""
+    with open("/proc/thread-self/net/dev") as file:
+        rows = (line.split(":") for line in file.readlines()[2:])
+        return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")

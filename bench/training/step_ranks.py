@@ -18,7 +18,13 @@ from torch.nn.functional import cross_entropy
 
 from bench.common import job
 from bench.training import images, replicas
-from bench.training.methods import Averaging, Method, average, without_averaging
+from bench.training.methods import (
+    Averaging,
+    Method,
+    average,
+    interface_bytes_sent,
+    without_averaging,
+)
 from bench.training.step_report import EMPTY_HOOK, LOCAL
 
 _CALLS = 9  # of each all_reduce
@@ -34,6 +40,7 @@ class Block(NamedTuple):
     milliseconds: list[float]  # of each step
     processor: float  # seconds of all threads, a step
     sent: float  # bytes a step
+    wire: float  # the same of the interfaces, headers and acknowledgements too
     codec: float | None  # seconds in encoders and decoders, a step; None: not to be known
     frames: float | None  # messages a step, one that goes to k peers counting k
 
@@ -59,7 +66,8 @@ class Trainee:
     def block(self, steps: int) -> Block:
         """Trains some more."""
         dist.barrier()
-        sent, traffic, processor = self._sent(), self._traffic(), time.process_time()
+        sent, wire, traffic = self._sent(), interface_bytes_sent(), self._traffic()
+        processor = time.process_time()
         milliseconds = [self._step() for _ in range(steps)]
         processor = time.process_time() - processor
         after, codec, frames = self._traffic(), None, None
@@ -68,7 +76,8 @@ class Trainee:
             codec = (codec + after.decode_seconds - traffic.decode_seconds) / steps
             frames = (after.frames_sent - traffic.frames_sent) / steps
         sent = (self._sent() - sent) / steps
-        return Block(milliseconds, processor / steps, sent, codec, frames)
+        wire = (interface_bytes_sent() - wire) / steps
+        return Block(milliseconds, processor / steps, sent, wire, codec, frames)
 
     def close(self) -> None:
         """Lets go of the method's connections."""
@@ -151,6 +160,7 @@ def _summary(blocks: Sequence[Block]) -> dict[str, Any]:
         "blocks_ms": [statistics.median(each.milliseconds) for each in blocks],  # of rank 0
         "processor_ms": replicas.mean(statistics.median(b.processor for b in blocks)) * 1e3,
         "sent": replicas.mean(statistics.median(b.sent for b in blocks)),
+        "wire": replicas.mean(statistics.median(b.wire for b in blocks)),
         "codec_ms": _mean_of_known([b.codec for b in blocks], 1e3),
         "frames": _mean_of_known([b.frames for b in blocks]),
     }

@@ -99,7 +99,8 @@ def document(found: Found, stem: str) -> str:
         f"![Milliseconds of a step]({stem}.png)",
         "",
         *_goals(found),
-        "*Sent* is the payload of a rank in a step. *Bound* is (local step + dense bytes / rate) / "
+        "*Sent* is the payload of a rank in a step, and *wire* what its interface sends meanwhile: "
+        "headers and acknowledgements, too. *Bound* is (local step + dense bytes / rate) / "
         "(local step + codec + sent bytes / rate), *reached* the step of gloo DDP / this step, and "
         "*share* reached / bound; *ideal* is the bound's second bracket, so that *ideal / ms* is "
         "a share in which gloo's own losses do not count. *Codec* is what encoders and decoders "
@@ -177,8 +178,10 @@ def _unshaped(found: Found) -> list[str]:
 def _steps(found: Found, link: str) -> list[str]:
     steps, bound = found["links"][link]["steps"], Bound(found, link)
     named, burst = titles(steps), found["checks"].get(link, {}).get("burst", 0)
-    rows = [[LOCAL, f"{bound.local:.2f}", *[""] * 9]]
+    shaped = link in found["checks"]  # there a rank has an interface of its own
+    rows = [[LOCAL, f"{bound.local:.2f}", *[""] * 10]]
     for name in (each for each in steps if each != LOCAL):
+        wire = steps[name].get("wire") if shaped else None
         codec, processor = bound.codec(name), bound.processor(name)
         most = None if codec is None else bound.speed_up(name, codec)
         ideal = None if codec is None else bound.step(name, codec) / steps[name]["ms"]
@@ -187,6 +190,7 @@ def _steps(found: Found, link: str) -> list[str]:
             f"{steps[name]['ms']:.2f}",
             shown(bound.reached(name), "{:.2f}×"),
             f"{steps[name]['sent'] / 1e3:.1f}",
+            shown(None if wire is None else wire / 1e3, "{:.1f}"),
             shown(bound.credit(name, burst), "{:.2f}"),
             shown(codec, "{:.2f}"),
             shown(most, "{:.2f}×"),
@@ -197,7 +201,7 @@ def _steps(found: Found, link: str) -> list[str]:
         ]
         rows.append(cells)
     head = (
-        "method | ms a step | reached | kB sent | credit ms | codec ms | bound | share | "
+        "method | ms a step | reached | kB sent | wire | credit ms | codec ms | bound | share | "
         "ideal / ms | processor ms | its share"
     )
     return report.table(head, rows)

@@ -27,6 +27,7 @@ def step(ms: float, sent: float, codec_ms: float | None, processor_ms: float = 0
         "steps": 60,
         "processor_ms": processor_ms,
         "sent": sent,
+        "wire": 1.1 * sent,
         "codec_ms": codec_ms,
         "frames": frames,
     }
@@ -110,9 +111,11 @@ def test_the_document_has_what_was_measured():
     assert "bursts of 4,542 bytes, 9,084 where received" in text
     assert row(text, "ring", "36,000") == ["2.90", "2.80", "2.70 to 3.20", "held"]
     shaped = text[text.index("## Links held to 100mbit") :]
-    assert row(shaped[: shaped.index("## Emulated links")], "gradwire onebit")[:8] == [
-        *("40.00", "15.00×", "203.1", "4.36", "2.00", "17.92×", "84%", "72%")
+    assert row(shaped[: shaped.index("## Emulated links")], "gradwire onebit")[:9] == [
+        *("40.00", "15.00×", "203.1", "223.4", "4.36", "2.00", "17.92×", "84%", "72%")
     ]
+    emulated = text[text.index("## Emulated links") : text.index("## Emulated beside")]
+    assert row(emulated, "gradwire onebit")[3] == "–"  # its interface is others', too
 
 
 def test_emulated_links_are_judged_by_shaped_ones():
