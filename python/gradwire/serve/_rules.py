@@ -87,11 +87,14 @@ class Rounds(Rule):
     mean of a round's pushes, by weight, is the gradient of SGD with Nesterov momentum (Douillard et
     al. 2023, DiLoCo). A version is a round.
 
-    A round ends when all replicas have pushed; or `grace` seconds after `quorum` of them have, or
-    all that there are. A push from values of an earlier round is late: it counts in the open one,
-    and neither for its quorum nor as what is waited for, unless it is the replica's second in it. A
-    replica without which a round ended is not waited for until it pushes again, nor is one that
-    joined in the open round.
+    A round ends when all replicas have pushed; or `grace` seconds after `quorum` of them have. A
+    push from values of an earlier round is late: it counts in the open one, and neither for its
+    quorum nor as what is waited for, unless it is the replica's second in it. A replica without
+    which a round ended is not waited for, and makes no quorum wait, until it pushes again, nor is
+    one that joined in the open round. A round that gets no quorum ends without it, and the server
+    logs so, a minute or ten times `grace`, whichever is longer, after its first push in time.
+    Weights are from 1e-30 to 1e30; others are refused with InvalidArgument.
+
     Of a server that is started again the open round's pushes are lost.
     """
 

@@ -1,6 +1,7 @@
 // Requests to a shard, without a channel.
 #pragma once
 
+#include <bit>
 #include <limits>
 #include <map>
 
@@ -38,6 +39,7 @@ class Direct {
       header.codec = codec;
       header.sequence = sequence_;
       header.version = version;
+      header.extra = std::bit_cast<std::uint32_t>(rate);
       header.first = frame.first;
       header.count = static_cast<std::uint32_t>(frame.count);
       header.flags = static_cast<std::uint8_t>((i == 0 ? kFirst : 0) |
@@ -81,6 +83,7 @@ class Direct {
   std::uint32_t sequence() const { return sequence_; }  // of the last request
 
   Shard shard;
+  float rate = 0;  // of requests; 0 is the rule's own
 
  private:
   Codecs codecs_;

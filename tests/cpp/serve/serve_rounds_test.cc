@@ -7,14 +7,19 @@ namespace serve_rounds_test {
 
 constexpr double kLong = 1000;  // seconds: longer than any test
 
+constexpr ClientId replica(unsigned number, unsigned incarnation = 0) {
+  return ClientId{number} << 16 | incarnation;
+}
+constexpr ClientId kA = replica(1), kB = replica(2), kC = replica(3);
+
 TEST(Rounds, EndWhenAllHavePushed) {
   Rounds rounds({.quorum = 1, .grace = kLong});
-  for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 10, /*late=*/false);
-  rounds.push(2, 20, /*late=*/false);
-  rounds.push(2, 5, /*late=*/false);
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
+  rounds.push(kA, 10, /*late=*/false);
+  rounds.push(kB, 20, /*late=*/false);
+  rounds.push(kB, 5, /*late=*/false);
   EXPECT_FALSE(rounds.over());
-  rounds.push(3, 30, /*late=*/false);
+  rounds.push(kC, 30, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   EXPECT_EQ(rounds.weight(), 65);
   rounds.next();
@@ -24,99 +29,125 @@ TEST(Rounds, EndWhenAllHavePushed) {
 
 TEST(Rounds, EndWithoutTheLateAfterTheGraceTimeOfAQuorum) {
   Rounds rounds({.quorum = 2, .grace = 0});
-  for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 1, /*late=*/false);
-  EXPECT_FALSE(rounds.over());
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
   EXPECT_TRUE(rounds.due().is_never());
-  rounds.push(2, 1, /*late=*/false);
+  rounds.push(kA, 1, /*late=*/false);
+  EXPECT_FALSE(rounds.over());
+  EXPECT_FALSE(rounds.has_quorum());
+  rounds.push(kB, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
-  EXPECT_FALSE(rounds.due().is_never());
+  EXPECT_TRUE(rounds.has_quorum());
   rounds.next();
   EXPECT_TRUE(rounds.due().is_never());
 }
 
+TEST(Rounds, EndWithoutAQuorumWhenPatienceEnds) {
+  Rounds rounds({.quorum = 3, .grace = 0, .patience = 0});
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
+  rounds.push(kA, 1, /*late=*/true);
+  EXPECT_FALSE(rounds.over());
+  rounds.push(kA, 1, /*late=*/false);
+  EXPECT_TRUE(rounds.over());
+  EXPECT_FALSE(rounds.has_quorum());
+
+  Rounds patient({.quorum = 3, .grace = kLong, .patience = kLong});
+  for (const ClientId each : {kA, kB, kC}) patient.join(each);
+  patient.push(kA, 1, /*late=*/false);
+  EXPECT_FALSE(patient.over());
+  patient.next();  // as if the time were over
+  patient.push(kA, 1, /*late=*/false);
+  EXPECT_TRUE(patient.over());  // the others count no more
+  EXPECT_TRUE(patient.has_quorum());
+}
+
+TEST(Rounds, CountAReplicaThatComesBackOnce) {
+  Rounds rounds({.quorum = 2, .grace = 0, .patience = kLong});
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
+  rounds.push(kA, 1, /*late=*/false);
+  rounds.join(replica(1, 1));
+  rounds.leave(kA);
+  rounds.push(replica(1, 1), 1, /*late=*/false);
+  EXPECT_FALSE(rounds.over());
+  EXPECT_FALSE(rounds.has_quorum());
+  EXPECT_EQ(rounds.weight(), 2);
+  rounds.push(kB, 1, /*late=*/false);
+  EXPECT_TRUE(rounds.over());
+}
+
 TEST(Rounds, WaitForALateClientOnceOnly) {
   Rounds rounds({.quorum = 2, .grace = 0});
-  for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 1, /*late=*/false);
-  rounds.push(2, 1, /*late=*/false);
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
+  rounds.push(kA, 1, /*late=*/false);
+  rounds.push(kB, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   rounds.next();
 
   Rounds patient({.quorum = 1, .grace = kLong});
-  for (const ClientId each : {1, 2}) patient.join(each);
-  patient.push(1, 1, /*late=*/false);
+  for (const ClientId each : {kA, kB}) patient.join(each);
+  patient.push(kA, 1, /*late=*/false);
   EXPECT_FALSE(patient.over());
   patient.next();  // as if the grace time were over
-  patient.push(1, 1, /*late=*/false);
-  EXPECT_TRUE(patient.over());  // without 2
+  patient.push(kA, 1, /*late=*/false);
+  EXPECT_TRUE(patient.over());  // without B
   patient.next();
-  patient.push(2, 1, /*late=*/false);  // which is back, late
-  patient.push(1, 1, /*late=*/false);
+  patient.push(kB, 1, /*late=*/false);  // which is back, late
+  patient.push(kA, 1, /*late=*/false);
   EXPECT_TRUE(patient.over());
   patient.next();
-  patient.push(1, 1, /*late=*/false);
+  patient.push(kA, 1, /*late=*/false);
   EXPECT_FALSE(patient.over());  // and is waited for again
 }
 
 TEST(Rounds, WaitForAJoinerFromItsSecondRoundOn) {
   Rounds rounds({.quorum = 1, .grace = kLong});
-  rounds.join(1);
-  rounds.push(1, 1, /*late=*/false);
+  rounds.join(kA);
+  rounds.push(kA, 1, /*late=*/false);
   rounds.next();
-  rounds.join(2);
-  rounds.push(1, 1, /*late=*/false);
+  rounds.join(kB);
+  rounds.push(kA, 1, /*late=*/false);
   EXPECT_TRUE(rounds.over());
   rounds.next();
-  rounds.push(1, 1, /*late=*/false);
+  rounds.push(kA, 1, /*late=*/false);
   EXPECT_FALSE(rounds.over());
 }
 
 TEST(Rounds, GoOnWithoutWhoHasLeft) {
   Rounds rounds({.quorum = 3, .grace = kLong});
-  for (const ClientId each : {1, 2, 3}) rounds.join(each);
-  rounds.push(1, 4, /*late=*/false);
-  rounds.push(2, 4, /*late=*/false);
-  rounds.leave(2);
+  for (const ClientId each : {kA, kB, kC}) rounds.join(each);
+  rounds.push(kA, 4, /*late=*/false);
+  rounds.push(kB, 4, /*late=*/false);
+  rounds.leave(kB);
   EXPECT_FALSE(rounds.over());
-  rounds.leave(3);
+  rounds.leave(kC);
   EXPECT_TRUE(rounds.over());
-  EXPECT_EQ(rounds.weight(), 8);  // what 2 had pushed counts
+  EXPECT_EQ(rounds.weight(), 8);  // what B had pushed counts
 }
 
 TEST(Rounds, GoOnAsIfALatePushHadNotCome) {
   Rounds rounds({.quorum = 1, .grace = 0});
-  for (const ClientId each : {1, 2}) rounds.join(each);
-  rounds.push(1, 1, /*late=*/true);
+  for (const ClientId each : {kA, kB}) rounds.join(each);
+  rounds.push(kA, 1, /*late=*/true);
   EXPECT_FALSE(rounds.over());
   EXPECT_TRUE(rounds.due().is_never());
-  rounds.push(1, 2, /*late=*/true);  // its second
+  rounds.push(kA, 2, /*late=*/true);  // its second
   EXPECT_TRUE(rounds.over());
   EXPECT_EQ(rounds.weight(), 3);
   rounds.next();
 
   Rounds patient({.quorum = 1, .grace = kLong});
-  for (const ClientId each : {1, 2}) patient.join(each);
-  patient.push(1, 1, /*late=*/true);
-  patient.push(2, 1, /*late=*/false);
-  EXPECT_FALSE(patient.over());  // 1 is back, and is expected to push in time
-  patient.push(1, 1, /*late=*/true);
+  for (const ClientId each : {kA, kB}) patient.join(each);
+  patient.push(kA, 1, /*late=*/true);
+  patient.push(kB, 1, /*late=*/false);
+  EXPECT_FALSE(patient.over());  // A is back, and is expected to push in time
+  patient.push(kA, 1, /*late=*/true);
   EXPECT_TRUE(patient.over());
-}
-
-TEST(Rounds, DoNotEndWithoutWeight) {
-  Rounds rounds({.quorum = 1, .grace = 0});
-  rounds.join(1);
-  EXPECT_FALSE(rounds.over());
-  rounds.push(1, 0, /*late=*/false);
-  EXPECT_FALSE(rounds.over());
 }
 
 ParameterTable table_of_rounds(const std::string& options) {
   return some_table(1, "rounds:rate=0.5,momentum=0.75," + options);
 }
 
-// A push of a weight; Direct sends those of the rule's own, which is 1.
+// A push of the weight job.rate; 0 is the rule's own, which is 1.
 void push(Direct& job, ClientId client, const Arrays& g, std::uint64_t version = 0) {
   EXPECT_EQ(job.send(Op::kPush, client, g, 0, version)->refused, Refusal::kNone);
 }
@@ -127,19 +158,19 @@ TEST(Rounds, MoveValuesByTheMeanAsMomentumDoes) {
     const ParameterTable table = table_of_rounds(str_cat("nesterov=", nesterov, ",grace=1000"));
     Direct job(table);
     const Arrays x = random_of(table, 1);
-    job.send(Op::kSet, 1, x);
-    for (const ClientId each : {1, 2}) job.shard.join(each);
+    job.send(Op::kSet, kA, x);
+    for (const ClientId each : {kA, kB}) job.shard.join(each);
     std::vector<float> w = range_of(job.shard.layout(), x), v(w.size());
     float* states[] = {v.data()};
     const UpdateRule like =
         make_rule(str_cat("momentum:rate=0.5,momentum=0.75,nesterov=", nesterov));
     for (unsigned round = 0; round < 3; ++round) {
       const Arrays a = random_of(table, 10 + round), b = random_of(table, 20 + round);
-      push(job, 1, a, round);
+      push(job, kA, a, round);
       job.shard.end_round_if_over();
       EXPECT_EQ(job.shard.version(), round);
       EXPECT_TRUE(same_bits(job.shard.values(), w));
-      push(job, 2, b, round);
+      push(job, kB, b, round);
       job.shard.end_round_if_over();
       EXPECT_EQ(job.shard.version(), round + 1);
       std::vector<float> mean = range_of(job.shard.layout(), a);
@@ -156,20 +187,39 @@ TEST(Rounds, CountAPushThatComesLateInTheNextRound) {
   const codec::FloatEnvironment environment;
   const ParameterTable table = some_table(1, "rounds:rate=1,momentum=0,quorum=1,grace=0");
   Direct job(table);
-  job.send(Op::kSet, 1, zeros_of(table));
-  for (const ClientId each : {1, 2}) job.shard.join(each);
+  job.send(Op::kSet, kA, zeros_of(table));
+  for (const ClientId each : {kA, kB}) job.shard.join(each);
   Arrays ones = zeros_of(table), threes = ones;
   for (auto& each : ones) std::ranges::fill(each, 1.0F);
   for (auto& each : threes) std::ranges::fill(each, 3.0F);
-  push(job, 1, ones);
+  push(job, kA, ones);
   job.shard.end_round_if_over();
   EXPECT_EQ(job.shard.values()[0], -1.0F);
-  push(job, 2, threes);
-  push(job, 1, ones, 1);
+  push(job, kB, threes);
+  push(job, kA, ones, 1);
   job.shard.end_round_if_over();
   EXPECT_EQ(job.shard.version(), 2U);
   EXPECT_EQ(job.shard.values()[0], -3.0F);
   EXPECT_EQ(job.shard.statistics().staleness[1], 1U);
+}
+
+TEST(Rounds, RefuseWeightsThatAreNoneOrAddUpToInfinity) {
+  const ParameterTable table = table_of_rounds("grace=0");
+  Direct job(table);
+  job.shard.join(kA);
+  job.send(Op::kSet, kA, zeros_of(table));
+  for (const float weight : {-0.0F, 1e-31F, 1e31F, std::numeric_limits<float>::max()}) {
+    job.rate = weight;
+    EXPECT_EQ(job.send(Op::kPush, kA, random_of(table, 1))->refused, Refusal::kInvalid);
+    job.shard.end_round_if_over();
+    EXPECT_EQ(job.shard.version(), 0U);
+  }
+  for (const float weight : {1e-30F, 1e30F}) {
+    job.rate = weight;
+    push(job, kA, zeros_of(table), job.shard.version());
+    job.shard.end_round_if_over();
+  }
+  EXPECT_EQ(job.shard.version(), 2U);
 }
 
 TEST(Rounds, DropASumThatIsNotFinite) {
@@ -177,14 +227,14 @@ TEST(Rounds, DropASumThatIsNotFinite) {
   const ParameterTable table = some_table(1, "rounds:rate=1e30,momentum=0,grace=0");
   Direct job(table);
   const Arrays x = random_of(table, 1);
-  job.send(Op::kSet, 1, x);
+  job.send(Op::kSet, kA, x);
   Arrays large = random_of(table, 2);
   for (auto& each : large) std::ranges::fill(each, 1e30F);
-  push(job, 1, large);
+  push(job, kA, large);
   job.shard.end_round_if_over();
   EXPECT_EQ(job.shard.version(), 1U);  // clients go on, with the values of before
   EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), x)));
-  push(job, 1, zeros_of(table), 1);
+  push(job, kA, zeros_of(table), 1);
   job.shard.end_round_if_over();
   EXPECT_TRUE(same_bits(job.shard.values(), range_of(job.shard.layout(), x)));
 }
@@ -193,11 +243,11 @@ TEST(Rounds, LoseTheOpenOneWithARestart) {
   const codec::FloatEnvironment environment;
   const ParameterTable table = table_of_rounds("grace=0");
   Direct job(table);
-  job.send(Op::kSet, 1, random_of(table, 1));
-  push(job, 1, random_of(table, 2));
+  job.send(Op::kSet, kA, random_of(table, 1));
+  push(job, kA, random_of(table, 2));
   job.shard.end_round_if_over();
   const std::vector<float> before = job.shard.values();
-  push(job, 1, random_of(table, 3), 1);
+  push(job, kA, random_of(table, 3), 1);
   auto snapshot = std::make_shared<Snapshot>(job.shard.outline());
   for (auto& each : snapshot->arrays) each.values.resize(job.shard.layout().elements());
   job.shard.begin_snapshot(snapshot, [] {});

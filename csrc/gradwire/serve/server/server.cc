@@ -18,9 +18,6 @@ constexpr std::size_t kMostReason = 1000;  // bytes of a refusal's text, which m
 
 constexpr const char* kNoMemory = "the server has no memory for what it asks for";
 
-constexpr int kIncarnationBits = 16;
-ClientId identity_of(ClientId id) { return id >> kIncarnationBits; }
-
 // Returns the front of a text, with whole UTF-8 characters only.
 std::string_view shortened(std::string_view text) {
   std::size_t end = std::min(text.size(), kMostReason);
@@ -100,7 +97,8 @@ bool Server::pass() {
   moved = poller_.round() || moved;
   if (first_join_by_.passed()) end_late_joins();
   moved = remove_ended() || moved;
-  if (shard_) shard_->end_round_if_over();
+  const std::string line = shard_ ? shard_->end_round_if_over() : "";
+  if (options_.shard == 0 && !line.empty()) say(line);
   if (shard_ && shard_->version() != announced_version_) version_changed();
   return moved;
 }

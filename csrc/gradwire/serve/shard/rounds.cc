@@ -5,33 +5,37 @@
 
 namespace gradwire::serve {
 
-void Rounds::join(std::uint64_t client) {
-  members_[client] = {first_ ? Place::kExpected : Place::kNew};
-}
+void Rounds::join(ClientId client) { members_[client] = {first_ ? Place::kExpected : Place::kNew}; }
 
-void Rounds::leave(std::uint64_t client) { members_.erase(client); }
+void Rounds::leave(ClientId client) { members_.erase(client); }
 
-void Rounds::push(std::uint64_t client, float weight, bool late) {
+void Rounds::push(ClientId client, float weight, bool late) {
   Member& member = members_[client];
   const bool again = std::exchange(member.pushed, true);
-  if ((again || !late) && !std::exchange(member.in_time, true)) ++in_time_;
+  if (again || !late) {
+    if (in_time_.empty()) due_ = Deadline::after(limits_.patience);
+    in_time_.insert(identity_of(client));
+  }
   member.place = Place::kExpected;
   weight_ += double{weight};
 }
 
 bool Rounds::has_quorum() const {
-  const std::size_t clients = std::max<std::size_t>(members_.size(), 1);
-  return in_time_ >= std::min(limits_.quorum, clients);
+  const auto expected = std::ranges::count_if(
+      members_, [](const auto& each) { return each.second.place == Place::kExpected; });
+  const auto most = static_cast<std::size_t>(std::max<std::ptrdiff_t>(expected, 1));
+  return in_time_.size() >= std::min(limits_.quorum, most);
 }
 
 bool Rounds::over() {
-  if (weight_ <= 0 || !has_quorum()) {
-    due_ = Deadline::never();
-    return false;
+  if (in_time_.empty()) return false;
+  if (!in_grace_ && has_quorum()) {
+    in_grace_ = true;
+    due_ = Deadline::after(limits_.grace);
   }
-  if (due_.is_never()) due_ = Deadline::after(limits_.grace);
-  return due_.passed() || std::ranges::all_of(members_, [](const auto& each) {
-           return each.second.place != Place::kExpected || each.second.in_time;
+  return due_.passed() || std::ranges::all_of(members_, [this](const auto& each) {
+           return each.second.place != Place::kExpected ||
+                  in_time_.contains(identity_of(each.first));
          });
 }
 
@@ -41,10 +45,10 @@ void Rounds::next() {
       member.place = Place::kExpected;
     else if (!member.pushed)
       member.place = Place::kLate;
-    member.pushed = member.in_time = false;
+    member.pushed = false;
   }
-  first_ = false;
-  in_time_ = 0;
+  first_ = in_grace_ = false;
+  in_time_.clear();
   weight_ = 0;
   due_ = Deadline::never();
 }

@@ -10,9 +10,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <set>
 
 #include "gradwire/base/deadline.h"
 #include "gradwire/serve/shard/update_rule.h"
+#include "gradwire/serve/wire/message.h"
 
 namespace gradwire::serve {
 
@@ -21,14 +23,17 @@ class Rounds {
   explicit Rounds(RoundLimits limits) : limits_(limits) {}
 
   // A client is waited for from the next round on; in the first round at once.
-  void join(std::uint64_t client);
-  void leave(std::uint64_t client);
-  void push(std::uint64_t client, float weight, bool late);
+  void join(ClientId client);
+  void leave(ClientId client);
+  void push(ClientId client, float weight, bool late);
 
   // Returns the sum of the weights in the open round.
   float weight() const noexcept { return static_cast<float>(weight_); }
-  // Returns whether the open round is over. A quorum is never more than the clients that there are.
+  // Returns whether the open round is over.
   bool over();
+  // Returns whether enough have pushed in time: a quorum, or all that are waited for if they are
+  // fewer.
+  bool has_quorum() const;
   // Returns the time at which it is over without another push.
   Deadline due() const noexcept { return due_; }
   // Begins the next round.
@@ -38,17 +43,16 @@ class Rounds {
   enum class Place : std::uint8_t { kNew, kExpected, kLate };
   struct Member {
     Place place = Place::kNew;
-    bool pushed = false;   // in this round
-    bool in_time = false;  // and not late
+    bool pushed = false;  // in this round
   };
-  bool has_quorum() const;
 
   RoundLimits limits_;
-  std::map<std::uint64_t, Member> members_;
+  std::map<ClientId, Member> members_;
   bool first_ = true;
-  std::size_t in_time_ = 0;  // clients, also those that have left since
+  std::set<std::uint64_t> in_time_;  // identities of who has pushed so, also if it has left since
   double weight_ = 0;
-  Deadline due_ = Deadline::never();  // while there is no quorum
+  Deadline due_ = Deadline::never();  // while none has
+  bool in_grace_ = false;
 };
 
 }  // namespace gradwire::serve

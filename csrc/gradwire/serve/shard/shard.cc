@@ -134,10 +134,13 @@ void Shard::begin_push(OpenRequest& push, const MessageHeader& header) {
   push.answer = {};
   if (!std::isfinite(push.rate) || push.rate < 0)
     throw InvalidArgument("push: the rate is negative, or not finite");
-  if (has_values())
-    refuse_if_stale(push);
-  else
+  if (!has_values())
     push.answer = {Refusal::kNoValues, kNoValues};
+  else if (rounds_ && !(push.rate >= kLeastWeight && push.rate <= kMostWeight))
+    push.answer = {Refusal::kInvalid, str_cat("its weight is not from ", kLeastWeight, " to ",
+                                              kMostWeight, ", as those of a round are")};
+  else
+    refuse_if_stale(push);
 }
 
 std::optional<Answer> Shard::push(ClientId client, const ServeMessage& message) {
@@ -383,8 +386,12 @@ void Shard::join(ClientId client) {
   if (rounds_) rounds_->join(client);
 }
 
-void Shard::end_round_if_over() {
-  if (!rounds_ || !rounds_->over()) return;
+std::string Shard::end_round_if_over() {
+  if (!rounds_ || !rounds_->over()) return {};
+  std::string line;
+  if (!rounds_->has_quorum())
+    line = str_cat("round ", version_ + 1, " ended without a quorum of ", rule_.rounds->quorum,
+                   " replicas, ", rule_.rounds->patience, " s after its first push");
   const std::size_t frames = layout_.frames().size();
   const Change end = [&](float* w, std::span<float* const> states, std::size_t n) {
     rule_.end_round(w, states, rounds_->weight(), n);
@@ -401,6 +408,7 @@ void Shard::end_round_if_over() {
   }
   rounds_->next();
   ++version_;
+  return line;
 }
 
 void Shard::leave(ClientId client) {

@@ -25,8 +25,6 @@
 
 namespace gradwire::serve {
 
-using ClientId = std::uint64_t;
-
 // The refusal of requests that need values.
 inline constexpr const char* kNoValues = "there are no initial values yet; set() them first";
 
@@ -105,8 +103,8 @@ class Shard {
   void leave(ClientId client);
 
   // With the rule `rounds`: ends the open round if it is over. Nothing of it counts where the
-  // result would not be finite.
-  void end_round_if_over();
+  // result would not be finite. Returns a line for the log where it ended without a quorum.
+  std::string end_round_if_over();
   // Returns when the open round is over without another push.
   Deadline round_due() const { return rounds_ ? rounds_->due() : Deadline::never(); }
 

@@ -71,12 +71,13 @@ UpdateRule make_rounds(codec::Parameters& parameters) {
   const bool nesterov = parameters.choice("nesterov", {"yes", "no"}) == "yes";
   const auto quorum = static_cast<std::size_t>(parameters.whole("quorum", 1, 1, 1 << 20));
   const double grace = parameters.real("grace", 10, 0, 1e9);
+  const double patience = std::max(10 * grace, RoundLimits::kLeastPatience);
   const auto update = nesterov ? rules().nesterov : rules().momentum;
   return {.rate = 1,
           .states = {{"velocity", 0}, {kRoundSum, 0}},
           .apply = [](float*, States states, const float* g, float weight, std::uint64_t,
                       std::size_t n) { rules().sgd(states[1], g, -weight, n); },
-          .rounds = RoundLimits{quorum, grace},
+          .rounds = RoundLimits{quorum, grace, patience},
           .end_round =
               [=](float* w, States states, float weight, std::size_t n) {
                 const std::span<float> mean(states[1], n);

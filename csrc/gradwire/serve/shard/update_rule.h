@@ -20,11 +20,18 @@ struct RuleState {
 };
 
 // When a round of pushes ends: all clients that it expects have pushed, or `quorum` of them have
-// and `grace` seconds have passed since.
+// and `grace` seconds have passed since, or `patience` seconds since the first.
 struct RoundLimits {
   std::size_t quorum = 1;
   double grace = 0;
+  double patience = kLeastPatience;
+
+  static constexpr double kLeastPatience = 60;
 };
+
+// Weights of pushes of a round, so that neither their sum nor a mean is lost to rounding.
+inline constexpr float kLeastWeight = 1e-30F;
+inline constexpr float kMostWeight = 1e30F;
 
 struct UpdateRule {
   // Updates w[0, n) with the finite gradient g. `states` are those of the rule, of the same

@@ -52,12 +52,16 @@ enum class ClientRole : std::uint64_t { kReplica, kCoordinator };
 // The version before initial values are there.
 inline constexpr std::uint64_t kNoVersion = ~std::uint64_t{0};
 
+// A client: its identity, and in the low 16 bits its incarnation, of which a later one is greater.
+using ClientId = std::uint64_t;
+constexpr std::uint64_t identity_of(ClientId id) noexcept { return id >> 16; }
+
 struct MessageHeader {
   std::uint32_t magic = kMessageMagic;
   Op op = Op::kBye;
   std::uint8_t flags = kFirst | kLast;
   std::uint16_t codec = 0;     // of the payload: its index in the table, or kMixedCodecs
-  std::uint64_t client = 0;    // who asks; its incarnation is in the low 16 bits
+  ClientId client = 0;         // who asks
   std::uint32_t sequence = 0;  // of the request, which the reply repeats
   std::uint16_t table = 0;     // low bits of the ParameterTable's digest; 0 in JOIN
   std::uint16_t zero = 0;
