@@ -316,7 +316,7 @@ def test_a_server_that_ended_is_named(make: Make) -> None:
 
 def test_wrong_arguments_are_named(make: Make) -> None:
     rank = make(0)
-    for wrong in (0, -1.0, math.nan, math.inf, "3"):
+    for wrong in (0, -1.0, 1e-30, 1e30, math.nan, math.inf, "3"):
         with pytest.raises(InvalidArgument, match="weight"):
             rank.outer.step(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="every"):

@@ -98,13 +98,14 @@ def test_what_a_codec_does_not_deliver_is_kept(comm: Communicator, codec: str) -
 
 
 def kept_by(trainee: Trainee) -> dict[str, torch.Tensor]:
-    """Residuals by parameter; zeros where there is none yet."""
+    """Residuals by parameter, or rows of it; zeros where there is none yet."""
     feedback = trainee.outer.feedback
     assert feedback is not None
-    found = {name: feedback.residual(name) for name, _ in trainee.model.named_parameters()}
+    every = trainee.outer._steps._parameters()
+    found = {name: torch.from_numpy(feedback.residual(name)) for name in every}
     return {
-        name: torch.from_numpy(found[name]) if len(found[name]) else torch.zeros(each.numel())
-        for name, each in trainee.model.named_parameters()
+        name: found[name] if len(found[name]) else torch.zeros(each.numel())
+        for name, each in every.items()
     }
 
 
@@ -121,8 +122,8 @@ def test_residuals_decay_once_in_a_round_and_lose_nothing_else(
     for _ in range(12):
         trainee.inner_step()
         before, kept = {name: values[name].clone() for name in names}, kept_by(trainee)
-        now = dict(trainee.model.named_parameters())
-        given = {name: (before[name] - now[name].detach()).flatten() for name in names}
+        now = trainee.outer._steps._parameters()
+        given = {name: (before[name] - now[name]).flatten() for name in names}
         trainee.outer.step()
         left = kept_by(trainee)
         for name in names:

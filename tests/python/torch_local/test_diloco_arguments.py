@@ -23,7 +23,7 @@ from trainer_options import grouped
         ({"every": 0}, "every=0 is less than 1"),
         ({"every": 2.5}, "every=2.5"),
         ({"every": 3, "fragments": 4}, "every=3 is less than fragments=4"),
-        ({"fragments": 5}, "the model trains 4 parameters"),
+        ({"every": 99, "fragments": 89}, "the parameters have 88 rows"),
         ({"every": 10, "fragments": 2, "delay": 6}, "more than the 5 inner steps"),
         ({"delay": -1}, "delay=-1 is less than 0"),
         ({"mix": 1}, "mix=1 is not from 0 to below 1"),

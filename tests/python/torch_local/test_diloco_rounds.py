@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from typing import Any
@@ -116,17 +117,20 @@ def test_fragments_at_any_pace_end_in_the_same_bits(
 @on_ranks(2)
 def test_a_fragment_is_exchanged_at_its_own_step(comm: Communicator) -> None:
     trainee = Trainee(comm, every=4, fragments=2, lr=1, momentum=0)
-    found, before = [], [each.clone() for each in trainee.model.parameters()]
+    found = []
     for _ in range(8):
         trainee.inner_step()
-        mine = [each.detach().clone() for each in trainee.model.parameters()]
+        mine = weights(trainee.model)
         trainee.outer.step()
-        now = list(trainee.model.parameters())
-        found.append([not torch.equal(a, b) for a, b in zip(mine, now, strict=True)])
-    assert before
-    # The first weight has 320 of 524 elements.
-    none, first, second = [False] * 4, [True, False, False, False], [False, True, True, True]
-    assert found == [none, first, none, second] * 2
+        found.append((mine != weights(trainee.model)).int().unique_consecutive(return_counts=True))
+    none, half = [(0, 524)], 33 * 8  # of the 40 rows of the first weight
+    first, second = [(1, half), (0, 524 - half)], [(0, half), (1, 524 - half)]
+    assert [list(zip(*map(torch.Tensor.tolist, each), strict=True)) for each in found] == [
+        none,
+        first,
+        none,
+        second,
+    ] * 2
 
 
 @on_ranks(2)
@@ -153,9 +157,9 @@ def simulated(
     (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", sec. 2)
     """
     models = [small().double() for _ in range(ranks)]
-    named = dict(models[0].named_parameters())
-    parts = [list(part) for part in fragments_of(named, fragments)]
-    common = {name: each.detach().clone() for name, each in named.items()}
+    every_cut = [fragments_of(dict(model.named_parameters()), fragments) for model in models]
+    own = [{name: each.real for part in cut for name, each in part.items()} for cut in every_cut]
+    common = {name: each.clone() for name, each in own[0].items()}
     velocities = {name: torch.zeros_like(each) for name, each in common.items()}
     on_their_way: dict[int, dict[str, torch.Tensor]] = {}
     for step in range(1, steps + 1):
@@ -167,13 +171,12 @@ def simulated(
             with torch.no_grad():
                 for each, gradient in zip(model.parameters(), gradients, strict=True):
                     each -= 0.1 * gradient
-        own = [dict(model.named_parameters()) for model in models]
         if step % (every // fragments) == 0:
-            part = parts[step // (every // fragments) % fragments - 1]
+            part = every_cut[0][step // (every // fragments) % fragments - 1]
             arrived = on_their_way.pop(step, {})
             apply(arrived, common, velocities, own, mix)
             on_their_way[step + delay] = {
-                name: sum(common[name] - its[name].detach() for its in own) / ranks for name in part
+                name: sum(common[name] - its[name] for its in own) / ranks for name in part
             }
         apply(on_their_way.pop(step, {}), common, velocities, own, mix)
     return [weights(model) for model in models]
@@ -183,15 +186,14 @@ def apply(
     averages: dict[str, torch.Tensor],
     common: dict[str, torch.Tensor],
     velocities: dict[str, torch.Tensor],
-    own: list[dict[str, nn.Parameter]],
+    own: list[dict[str, torch.Tensor]],
     mix: float,
 ) -> None:
     for name, average in averages.items():
         velocities[name] = 0.9 * velocities[name] + average
         common[name] -= 0.7 * (average + 0.9 * velocities[name])
         for its in own:
-            with torch.no_grad():
-                its[name].copy_(mix * its[name] + (1 - mix) * common[name])
+            its[name].copy_(mix * its[name] + (1 - mix) * common[name])
 
 
 @pytest.mark.parametrize(
@@ -210,17 +212,40 @@ def test_rounds_follow_the_papers_formulas(
         torch.testing.assert_close(found, own, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
-def test_fragments_are_whole_parameters_in_order_and_of_like_sizes(count: int) -> None:
-    sizes = [100, 1, 40, 60, 3, 96]
-    parameters = {str(i): nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
+SHAPES = [(100, 3), (), (40,), (6, 2, 2), (0, 5), (4, 20), (3,), (96, 5)]  # 928 elements
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 200])
+def test_fragments_are_rows_in_order_and_of_like_sizes(count: int) -> None:
+    numbers = torch.arange(928.0).split([math.prod(shape) for shape in SHAPES])
+    parameters = {
+        str(i): nn.Parameter(each.view(shape))
+        for i, (each, shape) in enumerate(zip(numbers, SHAPES, strict=True))
+    }
     parts = fragments_of(parameters, count)
-    assert [name for part in parts for name in part] == list(parameters)
     assert len(parts) == count
-    assert all(parts)
-    found = [sum(each.numel() for each in part.values()) for part in parts]
-    if count in (2, 3):
-        assert max(found) <= 300 / count + 60
+    found = [torch.cat([each.real.flatten() for each in part.values()]) for part in parts]
+    assert torch.equal(torch.cat(found), torch.arange(928.0))
+    assert all(len(each) for each in found) or count == 200  # whose one part is parameter 4
+    if count < 10:
+        assert all(abs(len(each) - 928 / count) <= 20 for each in found)
+    assert count > 1 or list(parts[0]) == list(parameters)
+
+
+def test_a_cut_parameter_is_named_by_its_rows() -> None:
+    part, other = fragments_of({"x": nn.Parameter(torch.zeros(5, 2))}, 2)
+    assert [*part, *other] == ["x[0:2]", "x[2:5]"]
+
+
+@on_ranks(2)
+def test_rows_of_a_parameter_follow_its_rule(comm: Communicator) -> None:
+    rules = [("0.weight", "none"), ("2.*", "none")]
+    trainee = Trainee(comm, every=4, fragments=2, codec="onebit", rules=rules)
+    trainee.train(4)
+    feedback = trainee.outer.feedback
+    assert feedback is not None
+    kept = {name for name, _ in feedback.keys().items() if feedback.residual(name).any()}
+    assert kept == {"0.bias"}
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(1, 1), (5, 2), (7, 7), (50, 4)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +23,10 @@ from gradwire.torch.backend import cuda_staging
 from gradwire.torch.exchange.compression import Compression, CompressionLike, compression_of
 from gradwire.torch.exchange.engine import are_finite
 from gradwire.torch.outer import checks
+from gradwire.torch.outer.outer import copies
 
 _LOOK_SECONDS = 0.02  # between two looks whether servers are reached, or a round is over
-_NOTHING = 1e-20  # a weight beside those of inner steps
+_LEAST_WEIGHT, _NOTHING = 1e-15, 1e-20  # of an inner step, and beside that
 
 Tensors = dict[str, torch.Tensor]
 
@@ -92,10 +92,10 @@ class DiLoCo:
         """
         self.every = whole(every, "every", least=1)
         checks.require_outer_optimizer(lr, momentum)
-        trained = checks.trained_parameters(model, checks.optimizers_of(inner_optimizer))
+        trained = checks.trained_parameters(model, inner_optimizer)
         self._values = {name: each.detach() for name, each in trained.items()}
         _require_float32(self._values)
-        self._start = _copies(self._values)  # of what is not pushed yet
+        self._start = copies(self._values)  # of what is not pushed yet
         self._outgoing, self._fetched = _on_host(self._values), _on_host(self._values)
         given = compression_of(compression, warms_up=False)
         if given.decay != 1:
@@ -147,8 +147,10 @@ class DiLoCo:
         values. Raises TransportError, which names a server that has ended, and InvalidArgument
         where inner steps ended in NaN or Inf: then this rank has the parameters from before them.
         """
-        if not 0 < number(weight, "weight") < math.inf:
-            raise InvalidArgument(f"weight={weight} is not a positive number")
+        if not _LEAST_WEIGHT <= number(weight, "weight") <= 1 / _LEAST_WEIGHT:
+            raise InvalidArgument(
+                f"weight={weight} is not from {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}"
+            )
         self._steps += 1
         self._weight += weight
         before = self._taken
@@ -234,15 +236,11 @@ class DiLoCo:
 
     def _refuse(self) -> None:
         """Gives up inner steps that ended in NaN or Inf."""
-        wrong = [name for name, each in self._outgoing.items() if not each.isfinite().all()]
+        problem = checks.not_finite(self._outgoing)
         for name, value in self._values.items():
             value.copy_(self._start[name])
         self._steps, self._weight = 0, 0.0
-        more = ", ..." if len(wrong) > 3 else ""
-        raise InvalidArgument(
-            f"{', '.join(map(repr, wrong[:3]))}{more} had NaN or Inf after the inner steps: this "
-            "rank has the parameters from before them again"
-        )
+        raise InvalidArgument(f"{problem}: this rank has the parameters from before them again")
 
     def _begin_pull(self) -> None:
         self._pull = self._server.pull(self._fetched, codec=self._pull_codec, async_op=True)
@@ -320,10 +318,6 @@ def _require_float32(values: Tensors) -> None:
                 f"the parameter {name!r} is {each.dtype} ({each.layout}): parameter servers hold "
                 "dense float32; keep the model in float32 and use autocast for computing"
             )
-
-
-def _copies(values: Tensors) -> Tensors:
-    return {name: each.clone() for name, each in values.items()}
 
 
 def _on_host(values: Tensors) -> Tensors:

@@ -153,6 +153,7 @@ class Rules:
         """Takes what `register` was given; raises InvalidArgument for an unknown codec."""
         self._rules = [*rules, ("*", codec)]
         self._min_elements = arguments.whole(min_elements, "min_elements", least=0, bits=64)
+        self._parts: dict[str, str] = {}
         self._choices: dict[str, CodecChoice] = {}
         self._groups: dict[tuple[str, ...], list[tuple[CodecLike, list[int]]]] = {}
         self._step: int | None = None
@@ -161,6 +162,10 @@ class Rules:
         self._varies = len(self._static) < len(self._rules)  # whether groups change with the step
         biased = [is_biased(codec_at(each, 0)) for _, each in self._rules]
         self.needs_feedback = any(biased) or self._varies
+
+    def add_parts(self, parts: Mapping[str, str]) -> None:
+        """Lets parts of parameters, by name, follow the rules of the parameters."""
+        self._parts.update(parts)
 
     @property
     def compresses(self) -> bool:
@@ -227,7 +232,7 @@ class Rules:
         return self._codecs_now[id(choice)]
 
     def _find(self, name: str, elements: int) -> CodecChoice:
-        choice = choose(name, self._rules)
+        choice = choose(self._parts.get(name, name), self._rules)
         return self._unless_small(choice, elements) if isinstance(choice, CodecLike) else choice
 
     def _unless_small(self, codec: CodecLike, elements: int) -> CodecLike:

@@ -13,9 +13,7 @@ from gradwire._base.arguments import number, whole, wrong
 from gradwire._errors import InvalidArgument
 
 
-def rounds_of(
-    every: Any, fragments: Any, delay: Any, mix: Any, parameters: int
-) -> tuple[int, int, int]:
+def rounds_of(every: Any, fragments: Any, delay: Any, mix: Any, rows: int) -> tuple[int, int, int]:
     """The first three as integers; raises InvalidArgument for rounds that cannot be."""
     every, fragments = whole(every, "every", least=1), whole(fragments, "fragments", least=1)
     delay = whole(delay, "delay", least=0)
@@ -24,10 +22,9 @@ def rounds_of(
             f"every={every} is less than fragments={fragments}: each fragment is exchanged once in "
             "every= inner steps; give a larger every= or fewer fragments"
         )
-    if fragments > parameters:
+    if fragments > rows:
         raise InvalidArgument(
-            f"fragments={fragments}: the model trains {parameters} parameters, and a fragment has "
-            "at least one"
+            f"fragments={fragments}: the parameters have {rows} rows, and a fragment at least one"
         )
     if delay > every // fragments:
         raise InvalidArgument(
@@ -47,23 +44,17 @@ def require_outer_optimizer(lr: Any, momentum: Any) -> None:
         raise InvalidArgument(f"momentum={momentum} is not from 0 to below 1")
 
 
-def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """One or several optimizers as a list; raises InvalidArgument for anything else."""
-    every = list(given) if isinstance(given, list | tuple) else [given]
-    for each in every:
+def trained_parameters(model: Any, inner_optimizer: Any) -> dict[str, nn.Parameter]:
+    """The model's parameters that one or several optimizers train, by name.
+
+    Raises InvalidArgument if there are none, if an optimizer trains others, and for no optimizer.
+    """
+    several = isinstance(inner_optimizer, list | tuple)
+    optimizers = inner_optimizer if several else [inner_optimizer]
+    for each in optimizers:
         if isinstance(each, type) or not hasattr(each, "param_groups"):
             wanted = "the optimizer that makes the inner steps, or a list of them"
             raise wrong(each, "inner_optimizer", wanted)
-    return every
-
-
-def trained_parameters(
-    model: Any, optimizers: Iterable[torch.optim.Optimizer]
-) -> dict[str, nn.Parameter]:
-    """The model's parameters that the optimizers train, by name.
-
-    Raises InvalidArgument if there are none, and if an optimizer trains others.
-    """
     if not isinstance(model, nn.Module):
         raise wrong(model, "model", "a torch.nn.Module")
     named = dict(model.named_parameters())
@@ -79,6 +70,13 @@ def trained_parameters(
     if not found:
         raise InvalidArgument("the inner optimizer trains none of the model's parameters")
     return found
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Which of a rank's tensors have NaN or Inf, as a text; empty if none has."""
+    named = [repr(name) for name, each in tensors.items() if not torch.isfinite(each).all()]
+    more = ", ..." if len(named) > 3 else ""
+    return f"{', '.join(named[:3])}{more} had NaN or Inf after the inner steps" if named else ""
 
 
 class Untrained:

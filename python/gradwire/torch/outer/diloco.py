@@ -29,6 +29,7 @@ from gradwire.torch.outer.outer import (
     OuterParameters,
     fragments_of,
     require_supported,
+    rows,
 )
 from gradwire.torch.outer.outer_steps import OuterSteps
 from gradwire.torch.outer.rounds import Round, Stopwatch, clock_for
@@ -93,11 +94,12 @@ class DiLoCo:
         Modeling", sec. 5). What is timed lies between two calls of `step`, by `clock`, in seconds;
         None is the wall clock. Numbers of steps then depend on the machines, and results with them.
 
-        `fragments` cuts the model into parts of about one size, of which one is exchanged every
-        ``every / fragments`` inner steps. With `delay` training goes on while a part travels, for
-        at most so many inner steps of the fastest rank; the steps made meanwhile are lost for that
-        part, but for the share `mix` of its parameters, with which they differ between ranks until
-        `finish` (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", sec. 2).
+        `fragments` cuts the model into parts of one size, parameters between two rows, of which one
+        is exchanged every ``every / fragments`` inner steps. With `delay` training goes on while a
+        part travels, for at most so many inner steps of the fastest rank; the steps made meanwhile
+        are lost for that part, but for the share `mix` of its parameters, with which they differ
+        between ranks until `finish` (Douillard et al. 2025, "Streaming DiLoCo with overlapping
+        communication", sec. 2).
 
         With `average_buffers` ranks average their changes of buffers of real numbers, such as the
         statistics of BatchNorm, once in a round, and take over rank 0's other buffers; without it,
@@ -109,14 +111,17 @@ class DiLoCo:
         settings or models that differ between ranks.
         """
         given, ranks = compression_of(compression, warms_up=False), ranks_of(ranks)
-        optimizers = checks.optimizers_of(inner_optimizer)
-        trained = checks.trained_parameters(model, optimizers)
+        trained = checks.trained_parameters(model, inner_optimizer)
         require_supported(trained)
-        every, fragments, delay = checks.rounds_of(every, fragments, delay, mix, len(trained))
+        count = sum(map(rows, trained.values()))
+        every, fragments, delay = checks.rounds_of(every, fragments, delay, mix, count)
         checks.require_outer_optimizer(lr, momentum)
         self._rules = given.table
         require_matches(given.rules, trained)
         self._names = {each: name for name, each in trained.items()}
+        parts = fragments_of(trained, fragments)
+        pieces = {name: each for part in parts for name, each in part.items()}
+        self._rules.add_parts({name: self._names[each.parameter] for name, each in pieces.items()})
         self.feedback = given.residuals(self._rules)
         persistent_state_of(self.feedback).require_free(self._names)
         settings = {
@@ -147,10 +152,10 @@ class DiLoCo:
         device = next(iter(trained.values())).device
         self._steps = OuterSteps(
             communicator,
-            [OuterParameters(each, optimizer) for each in fragments_of(trained, fragments)],
+            [OuterParameters(each, optimizer) for each in parts],
             partial(
                 averaging_exchange,
-                names=self._names,
+                names={each.tensor.to("meta"): name for name, each in pieces.items()},
                 rules=self._rules,
                 feedback=self.feedback,
                 algorithm=algorithm,

@@ -15,7 +15,7 @@ from gradwire.torch._ranks.checksums import checksum, require_agreement
 from gradwire.torch.exchange.engine import Averages, Exchange
 from gradwire.torch.outer.buffers import SharedBuffers
 from gradwire.torch.outer.checks import Untrained
-from gradwire.torch.outer.outer import OuterParameters, copy_into
+from gradwire.torch.outer.outer import OuterParameters, copies, copy_into
 from gradwire.torch.outer.roll_call import RankReport, raise_on_all
 from gradwire.torch.outer.rounds import Round, Stopwatch, paced_steps
 
@@ -126,9 +126,9 @@ class OuterSteps:
         averages = self._saved_averages()  # first: it decides about residuals
         return {
             **self._exchange.residuals.state_dict(),
-            "outer": _copies(self._tensors()),
-            "parameters": _copies(self._parameters()),
-            "buffers": {} if self._buffers is None else _copies(self._buffers.values),
+            "outer": copies(self._tensors()),
+            "parameters": copies(self._parameters()),
+            "buffers": {} if self._buffers is None else copies(self._buffers.values),
             "round": [self._round.steps, self._round.next_steps, self._round.done],
             "exchanges": [self._round.exchanges, self._done, self._unreported],
             "pace": list(self.pace),
@@ -151,7 +151,7 @@ class OuterSteps:
             self._round.steps = self._round.next_steps = self._round.every
         self._averages, self._due_in = None, 0
         if saved["exchange"] is not None:
-            self._averages = Averages(_copies(saved["exchange"]["averages"]))
+            self._averages = Averages(copies(saved["exchange"]["averages"]))
             self._averages.finite = bool(saved["exchange"]["finite"])
             self._due_in = int(saved["exchange"]["due_in"])
         self._untrained.note()
@@ -269,15 +269,15 @@ class OuterSteps:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: each for part in self._parts for name, each in part.tensors().items()}
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+    def _parameters(self) -> dict[str, torch.Tensor]:
         return {name: each for part in self._parts for name, each in part.parameters.items()}
 
     def _saved_averages(self) -> dict[str, Any] | None:
         averages = self._arrived()
         if averages is None:
             return None
-        copies = _copies(averages.tensors)
-        return {"averages": copies, "due_in": self._due_in, "finite": averages.finite}
+        tensors = copies(averages.tensors)
+        return {"averages": tensors, "due_in": self._due_in, "finite": averages.finite}
 
     @contextlib.contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -290,7 +290,3 @@ class OuterSteps:
             self.communicator.abort(f"{type(error).__name__} in an outer step")
             self._drop()
             raise
-
-
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in tensors.items()}
