@@ -362,7 +362,8 @@ def _advice(found: Summary) -> str:
             max(found.plain, key=lambda why: found.plain[why], default=OTHER_TYPES)
         ]
         return f"Transfers take {transfer:.0%} of the time, {what}."
+    smaller = "try codec='int4', or " if found.bytes_after > 0.2 * found.bytes_before else ""
     return (
-        f"Transfers take {transfer:.0%} of the time although a codec is at work: exchange less "
-        "often (larger batches, accumulation, DiLoCo)."
+        f"Transfers take {transfer:.0%} of the time although a codec is at work: {smaller}exchange "
+        "less often (larger batches, accumulation, DiLoCo)."
     )

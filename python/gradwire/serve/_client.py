@@ -29,7 +29,7 @@ from gradwire.serve._reconnect import LastingClient
 from gradwire.serve._rules import Coordinated, Rule
 from gradwire.serve._vectors import Command, pack, unpack
 
-CODECS = ("none", "fp16", "bf16", "int8", "onebit")
+CODECS = ("none", "fp16", "bf16", "int8", "int4", "onebit")
 DTYPES = ("float32", "float64")
 
 Arrays = Mapping[str, Any] | Sequence[Any]

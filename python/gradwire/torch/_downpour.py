@@ -82,9 +82,9 @@ class Downpour(torch.optim.Optimizer):  # type: ignore[misc]
         are others and no rules. All codecs that may travel are in the table on which clients agree.
 
         A codec loses a part of each push, and `max_staleness` refuses some; the Compression's
-        `feedback` adds both to the next one, and False gives them up. With `pull_codec` int8 or
-        onebit, differences travel. The other arguments are those of `gradwire.serve.connect`, whose
-        errors this raises.
+        `feedback` adds both to the next one, and False gives them up. With `pull_codec` int8, int4
+        or onebit, differences travel. The other arguments are those of `gradwire.serve.connect`,
+        whose errors this raises.
         """
         defaults = {"lr": rule.lr, "weight_decay": weight_decay}
         super().__init__(params, defaults)

@@ -60,7 +60,7 @@ def test_lists_of_arrays(connect: Connect) -> None:
     assert found[0].tolist() == [0.5] * 5
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "onebit"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int4", "onebit"])
 def test_what_codecs_lose_is_pushed_later(connect: Connect, codec: str) -> None:
     start, gradient, found = arrays(0), arrays(1), zeros()
     ps, feedback = connect(start, serve.SGD(lr=1.0)), gradwire.ErrorFeedback()
@@ -107,7 +107,7 @@ def test_odd_rules_are_refused(connect: Connect, rules: Any, text: str) -> None:
         ps.push(arrays(1), rules=rules, feedback=False)
 
 
-@pytest.mark.parametrize("codec", ["int8", "onebit"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "onebit"])
 def test_pulled_differences_reach_the_values(connect: Connect, codec: str) -> None:
     start, found = arrays(0), zeros()
     ps = connect(start, serve.SGD(lr=1.0))

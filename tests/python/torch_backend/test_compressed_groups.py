@@ -260,7 +260,7 @@ def test_pipelines_train() -> None:
 
 
 def test_options_refuse_codecs_for_sums_of_gradients() -> None:
-    for codec in ("onebit", "topk", "lowrank"):
+    for codec in ("int4", "onebit", "topk", "lowrank"):
         with pytest.raises(InvalidArgument, match="is for sums of gradients"):
             Options(codec=codec)
     with pytest.raises(InvalidArgument, match="nosuch"):

@@ -34,7 +34,7 @@ from torch_pool import Pool, on_ranks
 from torch_versions import has_fsdp_hooks
 
 pytestmark = has_fsdp_hooks
-LOSSY = ("int8", "onebit", "threshold:density=0.05", "topk:density=0.05")
+LOSSY = ("int8", "int4", "onebit", "threshold:density=0.05", "topk:density=0.05")
 
 
 def alone(steps: range) -> list[torch.Tensor]:

@@ -85,10 +85,11 @@ class DiLoCo:
         good choice: pushes that count late cost loss.
 
         `compression` is the codec of pushes, or a `Compression` of names; what they lose goes with
-        the next push, unless its `feedback` is False. With `pull_codec` int8 or onebit, differences
-        travel. With `reconnect` training goes on while a server that has ended is dialled, for so
-        many seconds. These and the other arguments are those of `gradwire.serve.connect`, whose
-        errors this raises. Parameters must be float32. Buffers stay each rank's own.
+        the next push, unless its `feedback` is False. With `pull_codec` int8, int4 or onebit,
+        differences travel. With `reconnect` training goes on while a server that has ended is
+        dialled, for so many seconds. These and the other arguments are those of
+        `gradwire.serve.connect`, whose errors this raises. Parameters must be float32. Buffers stay
+        each rank's own.
         """
         self.every = whole(every, "every", least=1)
         checks.require_outer_optimizer(lr, momentum)
