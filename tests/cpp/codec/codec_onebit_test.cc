@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "codec_payloads.h"
 #include "codec_reference.h"
 #include "gradwire/base/error.h"
 #include "gradwire/codec/codec.h"
@@ -15,24 +16,9 @@
 namespace gradwire::codec {
 namespace codec_onebit_test {
 
-using Values = std::vector<float>;
-using Payload = std::vector<std::byte>;
-
 constexpr float kMost = std::numeric_limits<float>::max();
 
 std::uint32_t bits(float value) { return std::bit_cast<std::uint32_t>(value); }
-
-Payload encode(const Codec& codec, const Values& x, float* error = nullptr) {
-  Payload payload(codec.max_bytes(x.size()));
-  payload.resize(codec.encode(x.data(), x.size(), {.error = error}, payload));
-  return payload;
-}
-
-Values decode(const Codec& codec, const Payload& payload, std::size_t n) {
-  Values y(n);
-  EXPECT_EQ(codec.decode(payload, y.data(), n).bytes, payload.size());
-  return y;
-}
 
 Values round_trip(const Values& x) {
   const auto codec = make_codec("onebit");
@@ -118,7 +104,7 @@ TEST(OneBit, ZerosAreLeftOutBeyondOneInSixteen) {
 
   x[664] = -0.0F;
   Values error(1024, 9);
-  const Payload many = encode(*codec, x, error.data());
+  const Payload many = encode(*codec, x, {.error = error.data()});
   EXPECT_EQ(many.size(), 8U + 7 + (1024 - 65 + 7) / 8);  // runs of 0, 600, 65 and 359 elements
   Values expected = x;
   expected[664] = 0;

@@ -1,4 +1,4 @@
-// Payloads of a codec whose sizes vary: made, and read back.
+// Payloads of a codec: made, and read back.
 #pragma once
 
 #include <gtest/gtest.h>

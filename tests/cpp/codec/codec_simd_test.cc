@@ -60,6 +60,11 @@ class Differential : public testing::Test {
 
   Array payload(std::size_t n) { return elements(DType::kFloat16, n, Data::kRandomBits); }
 
+  template <typename Codec>
+  void expect_encoded_alike(Codec Kernels::* codec, std::size_t even, std::size_t odd);
+  template <typename Decode>
+  void expect_decoded_alike(Array in, std::size_t n, Data data, const Decode& decode);
+
   std::mt19937_64 random_{1};
 };
 
@@ -236,86 +241,74 @@ TEST_F(Differential, EveryTableRoundsAtRandomLikeScalar) {
       }
 }
 
-TEST_F(Differential, EveryTableEncodesInt8LikeScalar) {
+// int8 or int4, in blocks of either size.
+template <typename Codec>
+void Differential::expect_encoded_alike(Codec Kernels::* codec, std::size_t even, std::size_t odd) {
   const RandomPosition position{.seed = 3, .call = 9, .element = 640};
-  const Int8Kernels& reference = scalar().int8;
+  const Codec& reference = scalar().*codec;
   for (const Kernels* table : available_kernels())
     for (const RandomPosition* drawn : {static_cast<const RandomPosition*>(nullptr), &position})
       for (Data data : kAllData)
         for (std::size_t n : lengths())
           for (bool fed_back : {false, true}) {
-            const std::size_t block = n % 2 == 0 ? 1024 : 64;
+            const std::size_t block = n % 2 == 0 ? even : odd;
+            const auto encode = (table->*codec).encode;
             Array x = floats(n, data), residual = floats(n, Data::kNormal);
             const float* e = fed_back ? residual.floats() : nullptr;
-            Array out = elements(DType::kUInt8, Int8Kernels::bytes(n, block), data), same = out;
+            Array out = elements(DType::kUInt8, Codec::bytes(n, block), data), same = out;
             Array error = floats(n, Data::kNormal), same_error = error;
             reference.encode(x.floats(), e, n, block, drawn, out.data(), error.floats());
-            table->int8.encode(x.floats(), e, n, block, drawn, same.data(), same_error.floats());
+            encode(x.floats(), e, n, block, drawn, same.data(), same_error.floats());
             ASSERT_EQ(same, out) << table->name << " n=" << n;
             ASSERT_EQ(same_error, error) << table->name << " n=" << n;
-            table->int8.encode(x.floats(), e, n, block, drawn, same.data(), nullptr);
+            encode(x.floats(), e, n, block, drawn, same.data(), nullptr);
             ASSERT_EQ(same, out) << table->name << " n=" << n;
           }
+}
+
+TEST_F(Differential, EveryTableEncodesIntegersLikeScalar) {
+  expect_encoded_alike(&Kernels::int8, 1024, 64);
+  expect_encoded_alike(&Kernels::int4, 32, 64);
+}
+
+// decode(table, add, in, y) writes to y, and returns whether all is finite.
+template <typename Decode>
+void Differential::expect_decoded_alike(Array in, std::size_t n, Data data, const Decode& decode) {
+  for (const Kernels* table : available_kernels()) {
+    Array y = floats(n, data), same = y;
+    for (bool add : {true, false}) {
+      ASSERT_EQ(decode(*table, add, in.data(), same.floats()),
+                decode(scalar(), add, in.data(), y.floats()));
+      ASSERT_EQ(same, y) << table->name << " n=" << n;
+    }
+  }
 }
 
 TEST_F(Differential, EveryTableDecodesInt8LikeScalar) {
-  const Int8Kernels& reference = scalar().int8;
-  for (const Kernels* table : available_kernels())
-    for (Data data : kAllData)
-      for (std::size_t n : lengths()) {
-        Array in = elements(DType::kUInt8, Int8Kernels::bytes(n, 64), data);
-        for (std::size_t i = 0; i < n; i += 64) {
-          const float scale = draw_float(i == 0 ? data : Data::kNormal, random_);
-          std::memcpy(in.data() + i / 64 * 68, &scale, sizeof scale);
-        }
-        Array y = floats(n, data), same = y;
-        ASSERT_EQ(table->int8.decode_add(in.data(), n, 64, same.floats()),
-                  reference.decode_add(in.data(), n, 64, y.floats()));
-        ASSERT_EQ(same, y) << table->name << " n=" << n;
-        ASSERT_EQ(table->int8.decode(in.data(), n, 64, same.floats()),
-                  reference.decode(in.data(), n, 64, y.floats()));
-        ASSERT_EQ(same, y) << table->name << " n=" << n;
+  for (Data data : kAllData)
+    for (std::size_t n : lengths()) {
+      Array in = elements(DType::kUInt8, Int8Kernels::bytes(n, 64), data);
+      for (std::size_t i = 0; i < n; i += 64) {
+        const float scale = draw_float(i == 0 ? data : Data::kNormal, random_);
+        std::memcpy(in.data() + i / 64 * 68, &scale, sizeof scale);
       }
-}
-
-TEST_F(Differential, EveryTableEncodesInt4LikeScalar) {
-  const RandomPosition position{.seed = 3, .call = 9, .element = 2048};
-  const Int4Kernels& reference = scalar().int4;
-  for (const Kernels* table : available_kernels())
-    for (const RandomPosition* drawn : {static_cast<const RandomPosition*>(nullptr), &position})
-      for (Data data : kAllData)
-        for (std::size_t n : lengths())
-          for (bool fed_back : {false, true}) {
-            const std::size_t block = n % 2 == 0 ? 32 : 64;
-            Array x = floats(n, data), residual = floats(n, Data::kNormal);
-            const float* e = fed_back ? residual.floats() : nullptr;
-            Array out = elements(DType::kUInt8, Int4Kernels::bytes(n, block), data), same = out;
-            Array error = floats(n, Data::kNormal), same_error = error;
-            reference.encode(x.floats(), e, n, block, drawn, out.data(), error.floats());
-            table->int4.encode(x.floats(), e, n, block, drawn, same.data(), same_error.floats());
-            ASSERT_EQ(same, out) << table->name << " n=" << n;
-            ASSERT_EQ(same_error, error) << table->name << " n=" << n;
-            table->int4.encode(x.floats(), e, n, block, drawn, same.data(), nullptr);
-            ASSERT_EQ(same, out) << table->name << " n=" << n;
-          }
+      expect_decoded_alike(in, n, data, [n](const Kernels& of, bool add, auto* from, float* y) {
+        return (add ? of.int8.decode_add : of.int8.decode)(from, n, 64, y);
+      });
+    }
 }
 
 // Scales of any bits: some are Inf or NaN.
 TEST_F(Differential, EveryTableDecodesInt4LikeScalar) {
-  const Int4Kernels& reference = scalar().int4;
-  for (const Kernels* table : available_kernels())
-    for (const auto* levels : {&Int4Kernels::kNearest, &Int4Kernels::kEqual})
-      for (Data data : kAllData)
-        for (std::size_t n : lengths()) {
-          Array in = elements(DType::kUInt8, Int4Kernels::bytes(n, 32), data);
-          Array y = floats(n, data), same = y;
-          ASSERT_EQ(table->int4.decode_add(in.data(), n, 32, *levels, same.floats()),
-                    reference.decode_add(in.data(), n, 32, *levels, y.floats()));
-          ASSERT_EQ(same, y) << table->name << " n=" << n;
-          ASSERT_EQ(table->int4.decode(in.data(), n, 32, *levels, same.floats()),
-                    reference.decode(in.data(), n, 32, *levels, y.floats()));
-          ASSERT_EQ(same, y) << table->name << " n=" << n;
-        }
+  for (const auto* levels : {&Int4Kernels::kNearest, &Int4Kernels::kEqual})
+    for (Data data : kAllData)
+      for (std::size_t n : lengths()) {
+        const Array in = elements(DType::kUInt8, Int4Kernels::bytes(n, 32), data);
+        const auto decode = [=](const Kernels& of, bool add, auto* from, float* y) {
+          return (add ? of.int4.decode_add : of.int4.decode)(from, n, 32, *levels, y);
+        };
+        expect_decoded_alike(in, n, data, decode);
+      }
 }
 
 TEST_F(Differential, EveryTableEncodesOneBitLikeScalar) {
