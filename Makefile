@@ -29,7 +29,7 @@ FUZZ_SECONDS ?= 60
 SANITIZE_CUDA ?= OFF
 COUNT ?= 1000
 # Tests that run at once: they wait for each other's ranks most of the time.
-JOBS ?= $(shell echo $$(($(shell nproc) * 3)))
+JOBS ?= $(shell echo $$(($(shell nproc) * 2)))
 CTEST := ctest --output-on-failure --no-tests=error -j $(JOBS) --test-dir
 # Modules are compiled when they are first imported: most of torch's never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
@@ -63,7 +63,7 @@ test-cpp: $(BUILT) .system-packages
 QUICK_CPP := -E '^cuda_(communicator|direct)_test_[1-3]$$'
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 QUICK := $(if $(NIGHTLY),,-m 'not nightly')
-test-python: build $(VENV)/test-packages
+test-python: $(VENV)/test-modules
 	cmake -S . -B build/release -DGRADWIRE_SIMULATED_CUDA=ON -DGRADWIRE_BENCH=ON >/dev/null
 	ninja -C build/release simulated_cuda gpu_kernels gpu_jobs
 	@echo "== Python tests"
@@ -127,6 +127,11 @@ bench: build $(VENV)/test-packages
 # Of the installed package: the reference comes from its docstrings.
 docs: build $(VENV)/documenters
 	sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+
+# Modules that tests import, and tests: else each of the workers compiles all of them on a fresh machine.
+$(VENV)/test-modules: $(VENV)/test-packages | build
+	@.ci/step "Compiling the tests' modules" $(BIN)/python -m pytest --collect-only -q >/dev/null
+	@touch $@
 
 $(VENV)/documenters: $(VENV)/packages
 	$(PIP) $$($(BIN)/python .ci/requirements.py docs)
