@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 
@@ -35,6 +36,28 @@ def queued_since(before: Mapping[int, float], now: Mapping[int, float]) -> float
 def own_time(pid: int | None = None) -> float:
     """The monotonic time, had the process never been queued."""
     return time.monotonic() - queued(pid)
+
+
+def once_it_waits(action: Callable[[], object]) -> None:
+    """Does it in another thread, once the main thread has hardly run for a quarter of a second.
+
+    After a fixed time a busy machine may not have brought it there.
+    """
+    task = Path(f"/proc/self/task/{os.getpid()}/schedstat")
+
+    def busy() -> float:
+        """Seconds that the main thread ran or was ready to."""
+        return sum(map(int, task.read_text().split()[:2])) / 1e9
+
+    def watch() -> None:
+        took = 1.0
+        while took > 0.02:
+            before = busy()
+            time.sleep(0.25)
+            took = busy() - before
+        action()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Stopwatch:

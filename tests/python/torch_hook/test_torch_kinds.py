@@ -14,7 +14,7 @@ import torch_ranks
 from gradwire.torch import Compression, elastic
 from gradwire.torch._ranks.group import communicator_of
 from ranks import eventually, state_of
-from stopwatch import own_time
+from stopwatch import once_it_waits, own_time
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch_steps import Training, every_way, training
@@ -170,7 +170,7 @@ def interrupt(way: str) -> tuple[str, int, float]:
             its.finish(loss)
         return type(heard.value).__name__, heard.value.peer, 0.0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    once_it_waits(lambda: os.kill(os.getpid(), signal.SIGALRM))
     began = own_time()
     with pytest.raises(KeyboardInterrupt):
         its.finish(loss)
@@ -198,8 +198,7 @@ def terminate(way: str) -> int:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set("process", str(os.getpid()))
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        once_it_waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
         its.finish(loss)
     process = int(store.get("process"))
     eventually(lambda: is_gone(process))
