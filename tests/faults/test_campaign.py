@@ -20,7 +20,7 @@ from tests.faults.judge import problems
 from tests.faults.ranks import Outcome, Resources
 from tests.faults.supervisor import Finished
 
-CASES = 60
+CASES = 30
 ROOT = Path(__file__).parents[2]
 
 

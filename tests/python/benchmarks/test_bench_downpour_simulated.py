@@ -36,7 +36,9 @@ FAST = Network(1e12, 0.0, 1e-6)
 
 @pytest.fixture(scope="module")
 def data() -> images.Images:
-    pytest.importorskip("sklearn")  # not at once: every worker collects, and its import takes seconds
+    pytest.importorskip(
+        "sklearn"
+    )  # not at once: every worker collects, and its import takes seconds
     return images.load_digits()
 
 

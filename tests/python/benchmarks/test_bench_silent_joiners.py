@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import LIMIT, nightly
 
 from bench.network import silent_joiners
 
@@ -26,7 +26,7 @@ def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("joiner", silent_joiners._JOINERS)
+@pytest.mark.parametrize("joiner", ["silent", *nightly("asked")])
 def test_a_joiner_comes_in_every_other_period(joiner: str, bare_environment: None) -> None:
     ended = run("--seconds", "1", "--pairs", "1", "--joiner", joiner, limit=LIMIT)
     found = re.search(r"(\d+) without a joiner, (\d+) with one, which came (\d+)", ended.stdout)

@@ -19,7 +19,7 @@ import pytest
 from gradwire import Aborted, Communicator, RendezvousError, TransportError
 from gradwire._bootstrap.launch_info import LaunchInfo
 from gradwire._bootstrap.rendezvous import rendezvous
-from ranks import outcomes, over_processes
+from ranks import PROCESS_TRANSPORTS, outcomes, over_processes, some
 from stopwatch import Stopwatch
 
 LIMIT = 0.2  # seconds
@@ -164,15 +164,23 @@ def delays(
     return sorted(tries, key=max)[TRIES // 2]
 
 
-@over_processes
-@pytest.mark.parametrize("blocked", ABORTED)
+def turns(calls: dict[str, Call]) -> list[Any]:
+    """Each call over one transport after the other; by night, all over all."""
+    return some(
+        [(blocked, transport) for blocked in calls for transport in PROCESS_TRANSPORTS],
+        lambda blocked, transport: (
+            transport == PROCESS_TRANSPORTS[list(calls).index(blocked) % len(PROCESS_TRANSPORTS)]
+        ),
+    )
+
+
+@pytest.mark.parametrize(("blocked", "transport"), turns(ABORTED))
 def test_abort_in_another_thread_ends_calls_on_all_ranks(blocked: str, transport: str) -> None:
     late = delays(ABORTED[blocked], lambda comm: comm.abort("enough"), Aborted, transport)
     assert max(late) < LIMIT
 
 
-@over_processes
-@pytest.mark.parametrize("blocked", INTERRUPTED)
+@pytest.mark.parametrize(("blocked", "transport"), turns(INTERRUPTED))
 def test_ctrl_c_ends_calls_on_all_ranks(blocked: str, transport: str) -> None:
     late = delays(
         INTERRUPTED[blocked],

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 
+import pytest
 from gradwire import _core
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap import handshake, join_listener
 from gradwire._bootstrap.handshake import Hello, Purpose
-from ranks import LIMIT
+from ranks import LIMIT, nightly
 
-SECRET, FORKS = b"0123456789abcdef", 150
+SECRET = b"0123456789abcdef"
 DATA = bytes(1 << 26)  # of which a digest takes a tenth of a second
 
 
@@ -32,7 +33,8 @@ def in_a_thread() -> None:
     thread.join()
 
 
-def test_a_child_forked_meanwhile_can_authenticate() -> None:
+@pytest.mark.parametrize("forks", [50, *nightly(150)])
+def test_a_child_forked_meanwhile_can_authenticate(forks: int) -> None:
     over = threading.Event()
 
     def go_on() -> None:
@@ -43,7 +45,7 @@ def test_a_child_forked_meanwhile_can_authenticate() -> None:
     for each in others:
         each.start()
     try:
-        for _ in range(FORKS):
+        for _ in range(forks):
             if (child := os.fork()) == 0:
                 signal.alarm(int(LIMIT))
                 in_a_thread()

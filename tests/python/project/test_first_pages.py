@@ -16,8 +16,13 @@ from ranks import LIMIT
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart.md")
+# Of the programs that train, which take seconds, those of README.
 PROGRAMS = [
-    pytest.param(source, id=f"{page}:{line}")
+    pytest.param(
+        source,
+        id=f"{page}:{line}",
+        marks=[pytest.mark.nightly] * (page != "README.md" and "import torch" in source),
+    )
     for page in PAGES
     for line, source in blocks_of((ROOT / page).read_text(encoding="utf-8"))
 ]

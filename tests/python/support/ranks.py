@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,6 +49,13 @@ Transport = str | Callable[[int, int], str]
 def nightly(*values: Any) -> list[Any]:
     """Parameters of a test that the gate leaves out."""
     return [pytest.param(each, marks=pytest.mark.nightly) for each in values]
+
+
+def some(cases: Iterable[tuple[Any, ...]], chosen: Callable[..., bool]) -> list[Any]:
+    """The cases, of which the gate runs those that are chosen: a covering set of a product."""
+    return [
+        each if chosen(*each) else pytest.param(*each, marks=pytest.mark.nightly) for each in cases
+    ]
 
 
 @dataclass

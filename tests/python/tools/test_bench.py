@@ -18,7 +18,7 @@ from gradwire._tools import cli
 from gradwire.lab.commands import bench as _bench
 from gradwire.lab.tuning import measure
 from gradwire.lab.tuning.measure import COLLECTIVES, Case
-from ranks import LIMIT, on_ranks, run
+from ranks import LIMIT, nightly, on_ranks, run
 
 BENCH_OPTIONS = ("-b", "64", "-e", "4K", "-f", "8", "-n", "2", "-w", "1")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -111,7 +111,7 @@ def test_json_says_what_was_measured():
     assert row["busbw(GB/s)"] == pytest.approx(row["algbw(GB/s)"])  # 2(p-1)/p is 1 at p = 2
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "gather(ring)"])
+@pytest.mark.parametrize("algorithm", ["gather(ring)", *nightly("gather")])
 def test_gathered_sums_can_be_measured(algorithm: str):
     found = json.loads(bench("-g", "3", "--json", "--algorithm", algorithm))
     assert found["algorithm"] == algorithm

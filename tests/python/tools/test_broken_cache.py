@@ -7,7 +7,6 @@ import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from gradwire import InvalidArgument, _model
 from gradwire._model import HostSet
 from gradwire._tools import doctor
 from gradwire.lab.tuning import saving
-from ranks import LIMIT
+from ranks import LIMIT, nightly
 
 HOSTS = HostSet((("one", 2),), "shm", "tcp")
 PROGRAM = """
@@ -41,20 +40,22 @@ def anothers_home(path: Path) -> None:
         pytest.skip("this user may read every folder")
 
 
-@pytest.fixture(params=["HOME", "XDG_CACHE_HOME"])
-def variable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What names the folder of the cache."""
-    for each in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(each, raising=False)
-    return str(request.param)
-
-
-@pytest.fixture(params=[a_file, a_loop, anothers_home])
+@pytest.fixture(
+    params=[
+        (a_file, "HOME"),
+        (a_loop, "XDG_CACHE_HOME"),
+        (anothers_home, "HOME"),
+        *nightly((a_file, "XDG_CACHE_HOME"), (a_loop, "HOME"), (anothers_home, "XDG_CACHE_HOME")),
+    ],
+    ids=lambda each: f"{each[0].__name__}-{each[1]}",
+)
 def broken_home(
-    request: pytest.FixtureRequest, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
     """A folder whose cache cannot be read."""
-    make: Callable[[Path], None] = request.param
+    for each in ("HOME", "XDG_CACHE_HOME"):  # which name the folder of the cache
+        monkeypatch.delenv(each, raising=False)
+    make, variable = request.param
     make(tmp_path / "home")
     monkeypatch.setenv(variable, str(tmp_path / "home"))
     monkeypatch.delenv(_model.VARIABLE, raising=False)

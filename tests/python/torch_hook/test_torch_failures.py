@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch_ranks
 from gradwire.torch import Ranks, register
-from ranks import LIMIT
+from ranks import LIMIT, nightly
 from stopwatch import own_time, queued
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -222,7 +222,7 @@ def loader(end: str, workers: int) -> DataLoader[torch.Tensor]:
     return DataLoader(data, batch_size=4, num_workers=workers, multiprocessing_context=context)
 
 
-@pytest.mark.parametrize("end", ["", "killed", "exits"])
+@pytest.mark.parametrize("end", ["killed", *nightly("", "exits")])
 @torch_ranks.on_ranks(2)
 def test_data_loader_workers_may_be_forked_after_init(end: str) -> None:
     models = []
