@@ -369,9 +369,7 @@ def test_killed_stopped_and_new_ranks(tmp_path: Path) -> None:
         team.resume(1)
         go_on(0, 1, 2, 3)
         team.finish(LIMIT)
-        stats = server.stats()[0]
-        assert stats["most_staleness"] > 1  # of what the stopped rank pushed
-        assert len(stats["gone"]) == 1
+        assert len(server.stats()[0]["gone"]) == 1
         ends = []
         for seed in (1, 2):
             model = network(replace(plan, seed=seed), 8)

@@ -26,7 +26,7 @@ from gradwire.torch.outer import checks
 from gradwire.torch.outer.outer import copies
 
 _LOOK_SECONDS = 0.02  # between two looks whether servers are reached, or a round is over
-_LEAST_WEIGHT, _NOTHING = 1e-15, 1e-20  # of an inner step, and beside that
+_NOTHING = 1e-20  # a weight beside those of inner steps
 
 Tensors = dict[str, torch.Tensor]
 
@@ -148,10 +148,8 @@ class DiLoCo:
         values. Raises TransportError, which names a server that has ended, and InvalidArgument
         where inner steps ended in NaN or Inf: then this rank has the parameters from before them.
         """
-        if not _LEAST_WEIGHT <= number(weight, "weight") <= 1 / _LEAST_WEIGHT:
-            raise InvalidArgument(
-                f"weight={weight} is not from {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}"
-            )
+        if not _NOTHING <= number(weight, "weight") <= 1 / _NOTHING:
+            raise InvalidArgument(f"weight={weight} is not from {_NOTHING:g} to {1 / _NOTHING:g}")
         self._steps += 1
         self._weight += weight
         before = self._taken
