@@ -34,7 +34,7 @@ from bench.cuda import report as gpu_report
 from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
-from bench.local_sgd import coming_and_going_report, losses_report
+from bench.local_sgd import coming_and_going_report, losses_report, streaming_report
 from bench.network import long_link_report, two_interfaces_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
@@ -324,6 +324,12 @@ def coming_and_going(results: Path) -> list[str]:
     return coming_and_going_report.summary(_loaded(newest(results, "coming-and-going-*.json")))
 
 
+def streaming(results: Path) -> list[str]:
+    """How long a step takes with Streaming DiLoCo over a link of just its rate."""
+    path = newest(results, "streaming-*.json")
+    return _of(path, streaming_report.table(_loaded(path)))
+
+
 def local_sgd_by_ranks(results: Path) -> list[str]:
     """The loss of DiLoCo with AdamW inside, by number of ranks."""
     return _local_sgd(results).by_ranks()
@@ -477,6 +483,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "hybrid": hybrid,
     "diloco": diloco,
     "coming-and-going": coming_and_going,
+    "streaming": streaming,
     "local-sgd-by-ranks": local_sgd_by_ranks,
     "local-sgd-by-rounds": local_sgd_by_rounds,
     "optimizers": optimizers,

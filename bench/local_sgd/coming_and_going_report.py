@@ -24,21 +24,13 @@ def document(found: Found) -> str:
 
 
 def summary(found: Found) -> list[str]:
-    """Both tables."""
-    return [
-        *_trainings(found),
-        "",
-        *report.table("goal | measured | reached", _goals(found), "lrl"),
-    ]
-
-
-def _trainings(found: Found) -> list[str]:
-    """Undisturbed and disturbed trainings, means over seeds."""
+    """Undisturbed and disturbed trainings, means over seeds, and the goals."""
     head = (
         "| seconds | kills and restarts, stops | test loss | test accuracy, % | rounds | "
         "pushes | mean staleness"
     )
-    return report.table(head, _rows(found))
+    goals = report.table("goal | measured | reached", _goals(found), "lrl")
+    return [*report.table(head, _rows(found)), "", *goals]
 
 
 def goodputs(found: Found) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import gradwire
@@ -55,17 +54,16 @@ def table(found: Found) -> list[str]:
         "fragments, delay, codec | predicted link, Mbit/s | of what a synchronous step needs | "
         "ms a step | without exchange | ratio | least to most"
     )
-    return report.table(head, _rows(found))
+    return report.table(head, map(_cells, found["rows"]))
 
 
-def _rows(found: Found) -> Iterator[str]:
-    for row in found["rows"]:
-        each = ratios(row)
-        name = f"{row['fragments']}, {row['delay']}, {row['codec']}"
-        yield (
-            f"{name}{'' if row['delay'] else ' (control: training waits)'} | "
-            f"{row['rate'] / 1e6:.1f} | 1/{row['dense_rate'] / row['rate']:.0f} | "
-            f"{1e3 * statistics.median(row['with']):.2f} | "
-            f"{1e3 * statistics.median(row['without']):.2f} | {statistics.median(each):.3f} | "
-            f"{min(each):.2f} to {max(each):.2f}"
-        )
+def _cells(row: Found) -> str:
+    each = ratios(row)
+    control = "" if row["delay"] else " (control: training waits)"
+    return (
+        f"{row['fragments']}, {row['delay']}, {row['codec']}{control} | "
+        f"{row['rate'] / 1e6:.1f} | 1/{row['dense_rate'] / row['rate']:.0f} | "
+        f"{1e3 * statistics.median(row['with']):.2f} | "
+        f"{1e3 * statistics.median(row['without']):.2f} | {statistics.median(each):.3f} | "
+        f"{min(each):.2f} to {max(each):.2f}"
+    )
