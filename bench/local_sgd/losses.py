@@ -43,6 +43,7 @@ _WARM_UP, _UNSEEN, _LEAST = 0.1, 256, 1024  # elements that are compressed
 _RATES = {"adamw": (0.004, 0.008, 0.016), "muon": (0.01, 0.02, 0.04)}
 _LOCAL_RATES = {"adamw": (0.002, 0.004, 0.008), "muon": (0.005, 0.01, 0.02)}  # between averages
 _BESIDE_MUON = 0.008  # AdamW's rate for what Muon does not train
+_MUON_MOMENTUM, _MUON_DECAY = 0.95, 0.1
 _MODULE = "bench.local_sgd.losses"
 
 
@@ -115,9 +116,7 @@ class Training:
         for _, each in self._values():
             each.grad = None
         self.model.losses(inputs, labels).sum().backward()
-        for optimizer, rate, views in self._inner:
-            for view, whole, rank in views:
-                view.grad = None if whole.grad is None else whole.grad[rank]
+        for optimizer, rate in self._inner:
             optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.step()
 
@@ -143,24 +142,51 @@ class Training:
         return float(torch.cat(losses).mean())
 
 
-_Views = list[tuple[torch.Tensor, torch.Tensor, int]]  # a rank's part, of which, and the rank
+class StackedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon of each rank's matrices, for all ranks at once and in float32."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Takes parameters of shape (ranks, rows, columns)."""
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Moves the parameters."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                average = self.state[each].setdefault("average", torch.zeros_like(each))
+                average.lerp_(each.grad, 1 - _MUON_MOMENTUM)
+                _, rows, columns = each.shape
+                rate = group["lr"] * math.sqrt(max(1, rows / columns))
+                each.mul_(1 - group["lr"] * _MUON_DECAY)
+                each.add_(orthogonal(each.grad.lerp(average, _MUON_MOMENTUM)), alpha=-rate)
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Nearly orthogonal matrices, by Newton and Schulz's iteration as in torch.optim.Muon."""
+    if matrices.shape[1] > matrices.shape[2]:
+        return orthogonal(matrices.mT).mT
+    found = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = found @ found.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+        found = torch.baddbmm(found, gram, found, beta=3.4445)
+    return found
 
 
 def _inner_optimizers(
     way: Way, parameters: Parameters
-) -> Iterator[tuple[torch.optim.Optimizer, float, _Views]]:
-    """The ranks' optimizers, their rates, and the tensors that need a gradient before a step."""
-    by_muon = [
-        (each.detach()[rank], each, rank)
+) -> Iterator[tuple[torch.optim.Optimizer, float]]:
+    """The ranks' optimizers, and their rates."""
+    by_muon = {
+        name: each
         for name, each in parameters.items()
         if way.inner == "muon" and name[0].isdigit() and not name.endswith("norms")
-        for rank in range(way.ranks)
-    ]
-    whole = {id(each) for _, each, _ in by_muon}
-    others = [each for each in parameters.values() if id(each) not in whole]
-    yield torch.optim.AdamW(others), _BESIDE_MUON if by_muon else way.rate, []
+    }
+    others = [each for name, each in parameters.items() if name not in by_muon]
+    yield torch.optim.AdamW(others), _BESIDE_MUON if by_muon else way.rate
     if by_muon:
-        yield torch.optim.Muon([each for each, _, _ in by_muon], momentum=0.95), way.rate, by_muon
+        yield StackedMuon(by_muon.values()), way.rate
 
 
 def _rate_factor(step: int, steps: int) -> float:
@@ -211,7 +237,7 @@ def by_rounds(runs: Runs, steps: int) -> None:
     dense = _dense(runs, 4, steps)
     sparse = Way("adamw", 0.0, 4, steps, 30, 1.0, 0.0, SPARSE, 0.95)
     sparse = runs.best(sparse._replace(rate=each) for each in _RATES["adamw"])
-    for every in (30, 15, 100, 50, 250):
+    for every in (30, 50, 100, 250, 15):
         runs.train(sparse._replace(every=every))
         runs.train(dense._replace(every=every))
     for decay in (0.9, 1.0):
@@ -223,7 +249,7 @@ def by_rounds(runs: Runs, steps: int) -> None:
 def by_ranks(runs: Runs, steps: int) -> None:
     """AdamW with averaged gradients, and DiLoCo by number of ranks."""
     runs.train(runs.best(_rates(Way("adamw", 0.0, 1, steps))))
-    for ranks in (4, 16, 2, 8):
+    for ranks in (2, 4, 8, 16):
         runs.train(_dense(runs, ranks, steps))
 
 
@@ -231,7 +257,7 @@ def by_inner(runs: Runs, steps: int) -> None:
     """Muon inside, with outer gradients of few bits, beside AdamW inside."""
     dense = _dense(runs, 8, steps)
     muon = runs.best(_rates(dense._replace(inner="muon")))
-    for codec in ("none", TWO_BITS, "int8"):
+    for codec in ("none", TWO_BITS, "int4"):
         runs.train(muon._replace(codec=codec))
         runs.train(dense._replace(codec=codec))
     runs.train(runs.best(_rates(Way("muon", 0.0, 1, steps))))
@@ -248,7 +274,7 @@ def _rates(way: Way) -> list[Way]:
     return [way._replace(rate=each) for each in rates[way.inner]]
 
 
-PARTS = {"rounds": by_rounds, "ranks": by_ranks, "inner": by_inner}
+PARTS = {"inner": by_inner, "ranks": by_ranks, "rounds": by_rounds}
 
 
 def main() -> int:

@@ -138,7 +138,7 @@ class Rows:
         dense = self._diloco(8)
         rows = []
         for inner, title in (("adamw", "AdamW"), ("muon", "Muon")):
-            for codec in ("none", "int8", TWO_BITS):
+            for codec in ("none", "int4", TWO_BITS):
                 row = self.best(inner=inner, ranks=8, every=30, codec=codec)
                 if row is not None:
                     rows.append([title, f"`{codec}`", row.losses, row.above(dense), row.ratio])

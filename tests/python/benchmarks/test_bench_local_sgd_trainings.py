@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.local_sgd import losses
-from bench.local_sgd.losses import Exchange, Training
+from bench.local_sgd.losses import Exchange, StackedMuon, Training
 from bench.local_sgd.losses_report import Outcome, Rows, Way, document, read
 from bench.training.models.stacked import StackedModel
 
@@ -45,6 +45,25 @@ def test_what_is_not_delivered_stays_and_decays(way: Way) -> None:
     exchange.end_round()
     for before, feedback in zip(kept, exchange._feedback, strict=False):
         torch.testing.assert_close(feedback.residual("w"), before * way.decay)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 16), (3, 16, 8)])
+def test_muon_of_stacked_ranks_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    """Whose iteration is in bfloat16."""
+    stacked = torch.nn.Parameter(torch.randn(shape))
+    alone = [torch.nn.Parameter(each.detach().clone()) for each in stacked]
+    one, other = StackedMuon([stacked]), torch.optim.Muon(alone, lr=0.02, momentum=0.95)
+    one.param_groups[0]["lr"] = 0.02
+    before = stacked.detach().clone()
+    for _ in range(3):
+        stacked.grad = torch.randn(shape)
+        for rank, each in enumerate(alone):
+            each.grad = stacked.grad[rank].clone()
+        one.step()
+        other.step()
+    found = torch.stack([each.detach() for each in alone])
+    torch.testing.assert_close(stacked.detach(), found, rtol=0, atol=2e-3)
+    assert (stacked - before).abs().max() > 2e-2
 
 
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
