@@ -56,6 +56,25 @@ def test_a_codec_between_sites_encodes_nothing_at_one() -> None:
     )
 
 
+def test_a_codec_between_sites_is_refused_where_there_are_several() -> None:
+    run(
+        """
+        import pytest
+
+        def body(comm):
+            assert len(comm.sites) == 2
+            given, feedback = values(comm.rank), gradwire.ErrorFeedback()
+            x = Array(given)
+            with pytest.raises(gradwire.InvalidArgument, match="copy them there, or leave out"):
+                comm.all_reduce(x, codec="int8:between=sites", feedback=feedback, key="x")
+            assert (x.get() == given).all()
+            comm.all_reduce(x)
+            assert np.allclose(x.get(), values(0) + values(1))
+        """,
+        end="import ranks; ranks.run(2, body, sites=('north', 'south')); print('{{}}')",
+    )
+
+
 def test_every_collective_and_its_results() -> None:
     run(
         """
