@@ -24,12 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
 import gradwire
 import namespaces
-import numpy as np
 from hosts import Rank
 
-from bench.common import report
-from bench.common.machine import OtherLoad
 from bench.network.long_link_report import document
+from bench.network.rates import all_reduce_rates, write
 
 PROGRAM = Path(__file__).parents[2] / "build" / "release" / "bench_long_link"
 ADDRESSES = "10.99.0.1", "10.99.0.2"
@@ -58,6 +56,8 @@ def carried(
     spaces: list[namespaces.Namespace], mbit: float, round_trip: float, loss: float
 ) -> Iterator[None]:
     """Meanwhile two namespaces have a device far0 each, and a link of this kind between them."""
+    if not PROGRAM.exists():
+        sys.exit(f"no {PROGRAM}: `make test-cpp` builds it")
     queue = max(20.0, round_trip)
     numbers = [f"{each:g}" for each in (mbit, round_trip / 2, loss, queue)]
     command = [PROGRAM, *(each.path for each in spaces), *numbers]
@@ -95,15 +95,7 @@ def all_reduces(
         os.environ["GRADWIRE_TCP_STREAMS"] = setting
         store, secret = f"tcp://{ADDRESSES[0]}:{PORT}", "0123456789abcdef"
         with gradwire.init(rank=rank, ranks=2, store=store, secret=secret) as comm:
-            x, found = np.ones(size // 4, np.float32), []
-            for _ in range(1 + turns):
-                x[:] = 1
-                comm.barrier()
-                start = time.perf_counter()
-                comm.all_reduce(x)
-                found.append(size * 8e-6 / (time.perf_counter() - start))
-                assert (x == 2).all()
-            return found[1:]  # the first one opens the windows
+            return all_reduce_rates(comm, size, turns)  # the first one opens the windows
 
     return list(values(sites, body)[0])
 
@@ -183,21 +175,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     write("long-link", parser.parse_args(), measure, document)
-
-
-def write(
-    name: str,
-    options: argparse.Namespace,
-    measured: Callable[[argparse.Namespace], dict[str, Any]],
-    page: Callable[[dict[str, Any], str], str],
-) -> None:
-    """Writes bench/results/NAME-DATE.json and .md."""
-    if not PROGRAM.exists():
-        sys.exit(f"no {PROGRAM}: `make test-cpp` builds it")
-    load = OtherLoad()
-    found = measured(options)
-    stamp = report.stamp(f"bench.network.{name.replace('-', '_')}", load)
-    report.write(options.output, name, {**stamp, **found}, page)
 
 
 if __name__ == "__main__":

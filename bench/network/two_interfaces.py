@@ -11,21 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
-import numpy as np
 from hosts import Network
 
-from bench.common import report
-from bench.common.machine import OtherLoad
+from bench.network.rates import all_reduce_rates, write
 from bench.network.two_interfaces_report import document
 
 SETTINGS = {"one": "=eth0", "both": "eth"}  # GRADWIRE_SOCKET_IFNAME
-_WARM_UP = 2
 
 
 @contextlib.contextmanager
@@ -48,15 +44,7 @@ def all_reduces(network: Network, pattern: str, size: int, turns: int) -> list[f
     """The Mbit/s each way of each of some all_reduces of `size` bytes."""
 
     def body(comm: Any, pipe: Any) -> list[float]:
-        x, found = np.ones(size // 4, np.float32), []
-        for _ in range(_WARM_UP + turns):
-            x[:] = 1
-            comm.barrier()
-            start = time.perf_counter()
-            comm.all_reduce(x)
-            found.append(size * 8e-6 / (time.perf_counter() - start))
-            assert (x == 2).all()
-        return found[_WARM_UP:]
+        return all_reduce_rates(comm, size, turns, warm_up=2)
 
     setting = {"GRADWIRE_SOCKET_IFNAME": pattern}
     return list(network.values(range(2), body, environment=lambda _: setting)[0])
@@ -74,18 +62,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes bench/results/two-interfaces-DATE.json and .md."""
+    """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--mbit", type=float, default=500)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    load = OtherLoad()
-    found = measure(options)
-    stamp = report.stamp("bench.network.two_interfaces", load)
-    report.write(options.output, "two-interfaces", {**stamp, **found}, document)
+    write("two-interfaces", parser.parse_args(), measure, document)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python" / "support"))
 from namespaces import Namespace, Switch
 
-from bench.network.long_link import carried, values, write
+from bench.network.long_link import carried, values
+from bench.network.rates import write
 from bench.network.two_sites_report import document
 
 PORT = 29500

@@ -57,7 +57,10 @@ from gradwire._bootstrap.shared_port import chosen_port
 from gradwire._host.keepalive import fail_with_host
 
 _NUMBER = struct.Struct("<Q")
-_PIPE_BYTES = 1 << 20
+# Little: bytes that wait here lengthen the way of those behind them, for which a pair that sums may
+# have to wait before it sends more.
+_PIPE_BYTES = 1 << 16
+_MOST_NOT_SENT = 1 << 17  # of what a socket has taken
 _F_SETPIPE_SZ = 1031
 _TURN_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1  # after which a rank tries again to register
@@ -188,6 +191,7 @@ def pass_on(sock: socket.socket, other: socket.socket, first: bytes) -> None:
         _sockets.add(each)
         each.settimeout(None)
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_NOT_SENT)
         fail_with_host(each, always_read=always_read)
     other.sendall(first)
     # Who did not get as far as the welcome is a stranger, and may never end the socket.
