@@ -1,6 +1,6 @@
 """Trains a language model of 25 M parameters on 2 ranks, once per way to exchange.
 
-    python -m bench.training.large_model                       # hours on one core
+    python -m bench.training.large_model                       # 20 minutes of a core
     python -m bench.training.large_model --exchanges none int8 --steps 100
     python -m bench.training.large_model --report              # only writes the report
 
