@@ -73,6 +73,7 @@ test-python: $(VENV)/test-modules
 nightly:
 	$(PYTHON) tests/fresh_clone.py
 	$(MAKE) test NIGHTLY=1
+	if command -v nvcc >/dev/null; then $(MAKE) cuda NIGHTLY=1; fi
 	$(MAKE) faults
 	$(MAKE) faults KIND=training COUNT=100
 	$(MAKE) faults KIND=serving COUNT=200
@@ -95,6 +96,7 @@ test-with: build $(VENV)/test-packages .system-packages
 	.ci/with/$(WHAT)
 
 # One architecture: others only repeat the compiler's last steps, and nothing here runs what is optimised.
+# NIGHTLY=1: what looks at the machine code of topk.cu, too, which takes longest.
 CUDA_BUILD := build/cuda
 cuda: build $(VENV)/test-packages
 	@echo "== Building the CUDA part"
@@ -104,7 +106,7 @@ cuda: build $(VENV)/test-packages
 	ninja -C $(CUDA_BUILD) gradwire_cuda_plugin
 	.ci/cuda-built $(CUDA_BUILD)
 	$(BIN)/pip install -q 'nvidia-cuda-cuobjdump>=13' 'nvidia-cuda-nvdisasm>=13'
-	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q \
+	GRADWIRE_CUDA_SO=$(CUDA_BUILD)/libgradwire_cuda.so $(BIN)/python -m pytest -q $(QUICK) \
 	  tests/python/gpus/test_cuda_build.py tests/python/gpus/test_cuda_code.py
 
 # SEED=… repeats a run; ARGS="--only N" one case of it.

@@ -65,6 +65,7 @@ def test_threads_move_four_elements_at_once(tmp_path: Path) -> None:
     assert count(cast, r"STG\.E\.64") >= 8, cast
 
 
+@pytest.mark.nightly
 def test_bytes_of_halves_are_no_numbers(tmp_path: Path) -> None:
     """ptxas 13.0 made conversions of casts to bytes; values of topk as fp16 were wrong on GPUs."""
     found = instructions("sparse/topk.cu", tmp_path)
