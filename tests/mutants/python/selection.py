@@ -51,7 +51,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "_bootstrap/relay.py": ("joining/test_relay.py",),
     "_bootstrap/shared_port.py": ("joining/test_shared_port.py",),
-    "_bootstrap/store": ("joining/test_store.py",),
+    "_bootstrap/store": ("joining/test_store.py", "joining/test_store_addresses.py"),
     "_bootstrap/authenticator.py": (
         "joining/test_handshake.py",
         "joining/test_shared_port.py",
