@@ -124,7 +124,7 @@ void close(CommunicatorHandle& self, double timeout, std::optional<double> settl
   self.forget_finished();
 }
 
-// Returns (peer, descriptor, its keys, what was read of the next frame) for each peer.
+// Returns (peer, descriptor, its keys, what was read of the next frame) for each socket.
 std::vector<std::tuple<Rank, int, shared_ptr<crypto::Seal>, py::bytes>> release_controls(
     CommunicatorHandle& self) {
   std::vector<std::pair<Rank, transport::Released>> released;

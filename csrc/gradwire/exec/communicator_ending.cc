@@ -183,8 +183,8 @@ std::vector<std::pair<Rank, transport::Released>> Communicator::release_controls
   lock.unlock();
   std::vector<std::pair<Rank, transport::Released>> released;
   for (Rank peer = 0; peer < engine_->identity.size; ++peer)
-    if (auto each = holder->control.sockets().release(peer, kLastWordSeconds))
-      released.emplace_back(peer, std::move(*each));
+    for (auto& each : holder->control.sockets().release(peer, kLastWordSeconds))
+      released.emplace_back(peer, std::move(each));
   lock.lock();
   holder.give_back(lock);
   lock.unlock();

@@ -22,7 +22,6 @@ namespace {
 constexpr std::uint32_t kWindow = 64;
 constexpr int kPollMilliseconds = 100;
 constexpr timespec kLook{0, 250'000'000};  // between two looks at who is silent by all ways
-constexpr double kHeardSeconds = 1.5;      // the keep-alive of a socket asks every second
 constexpr const char* kNotSealed =
     "libcrypto could not encrypt what it was to be sent (out of memory, or the library is broken)";
 constexpr std::uint64_t kMostRanks = std::numeric_limits<Rank>::max();
@@ -100,7 +99,8 @@ std::optional<ControlEvent> Control::end_silent() {
   if (::read(timer_.get(), &rings, sizeof rings) < 0) return std::nullopt;
   for (std::size_t peer = 0; peer < links_.size(); ++peer) {
     const auto& lines = links_[peer].lines;
-    if (lines.empty() || lines.front().connection.ways == nullptr) continue;
+    const bool here = !lines.empty() && !links_[peer].released;
+    if (!here || lines.front().connection.ways == nullptr) continue;
     if (std::ranges::all_of(lines, [](const Line& line) {
           const auto found = silence_of(line.socket());
           return found && found->seconds > seconds_to_dead(line.socket());
@@ -220,9 +220,6 @@ std::optional<ControlEvent> Control::read(Rank peer, Line& line) {
   if (!why.empty()) return end(peer, why);
   if (line.incoming.starts_with(kReleasedMagic)) {
     link.released = true;
-    Line theirs = std::move(line);
-    link.lines.clear();
-    link.lines.push_back(std::move(theirs));
     return end(peer, "it goes on without this communicator");
   }
   return line.incoming.size() < sizeof(ControlFrame) ? std::nullopt : take_frame(peer, line);
@@ -275,23 +272,25 @@ std::optional<ControlEvent> Control::take_frame(Rank peer, Line& line) {
   return event;
 }
 
-std::optional<Released> Control::release(Rank peer, double timeout) {
-  ControlLink& link = link_to(peer);
-  if (link.lines.empty() || link.unsealable) return std::nullopt;
-  const auto heard = std::ranges::find_if(link.lines, [](const Line& line) {
-    const auto found = silence_of(line.socket());
-    return !found || found->seconds < kHeardSeconds;
-  });
-  Line& line = heard == link.lines.end() ? link.lines.front() : *heard;
-  const Deadline deadline = Deadline::after(timeout);
+// Returns whether the socket took the rest of a frame that is partly sent.
+bool Control::finish_frame(Line& line, const Deadline& deadline) {
   while (!push_out(line)) {
     pollfd room{line.socket(), POLLOUT, 0};
     const int ready = ::poll(&room, 1, deadline.milliseconds_left(kPollMilliseconds));
-    if (ready < 0 || (room.revents & (POLLERR | POLLHUP)) != 0 || deadline.passed())
-      return std::nullopt;
+    if (ready < 0 || (room.revents & (POLLERR | POLLHUP)) != 0 || deadline.passed()) return false;
   }
-  for (const Line& each : link.lines) unwatch(epoll_.get(), each.socket());
-  Released released{std::move(line.connection), std::move(line.incoming)};
+  return true;
+}
+
+std::vector<Released> Control::release(Rank peer, double timeout) {
+  ControlLink& link = link_to(peer);
+  std::vector<Released> released;
+  const Deadline deadline = Deadline::after(timeout);
+  for (Line& line : link.lines) {
+    if (link.unsealable || !finish_frame(line, deadline)) continue;
+    unwatch(epoll_.get(), line.socket());
+    released.push_back({std::move(line.connection), std::move(line.incoming)});
+  }
   link.lines.clear();
   return released;
 }

@@ -117,11 +117,11 @@ class Control final : public Bells {
   // Returns the next event that has arrived, if any. A peer's frames come before its end.
   std::optional<ControlEvent> poll();
 
-  // Releases a peer's socket, of several the first by which the peer is heard, with no frame partly
-  // sent on it. Returns nullopt where there is no
-  // socket left, or where the frame can't be finished in time. A peer that has released its own end
-  // may have sent other bytes than frames by then: they count as its end, and stay for the owner.
-  std::optional<Released> release(Rank peer, double timeout);
+  // Releases a peer's sockets, one for each way that has not ended, with no frame partly sent on
+  // them: without those where the frame can't be finished in time. A peer that has released its own
+  // end may have sent other bytes than frames by then: they count as its end, and stay for the
+  // owner.
+  std::vector<Released> release(Rank peer, double timeout);
   // Closes every socket without a BYE.
   void close_all() noexcept {
     links_.clear();
@@ -159,6 +159,7 @@ class Control final : public Bells {
   void acknowledge(Rank peer) noexcept;
   ControlLink& link_to(Rank peer) { return links_.at(at(peer)); }
   static bool push_out(Line& line);
+  static bool finish_frame(Line& line, const Deadline& deadline);
   static bool put_frame(Line& line, const ControlFrame& frame);
   static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
   void watch_silence();

@@ -4,7 +4,9 @@
     the view: ranks, one bit each; 1 if joiners are known, else 0; joiners, one bit each, in 8 bytes
     the payload
 
-Frames that the communicator itself had sent come first and are skipped. The peer authenticated
+Frames that the communicator itself had sent come first and are skipped. Where two ranks have
+several ways to each other, each way's socket carries all messages, and the first copy counts: so
+the ends need not agree on a way, and one may fail meanwhile. The peer authenticated
 itself when the socket was made, but its bytes are checked all the same: a peer that sends anything
 else counts as gone. Links between a leader and its joiners (`joiners`) carry the same messages.
 """
@@ -128,11 +130,19 @@ class LinkEnded(NamedTuple):
     reason: str
 
 
-@dataclass
-class _Link:
+@dataclass(eq=False)
+class _Line:
+    peer: int
     sock: socket.socket
     incoming: bytearray
     outgoing: bytearray = field(default_factory=bytearray)
+    heard: int = 0  # messages
+
+
+@dataclass
+class _Link:
+    lines: list[_Line] = field(default_factory=list)  # one, or one for each way
+    heard: int = 0  # messages, by the line that has brought the most
 
 
 class SurvivorLinks:
@@ -141,7 +151,7 @@ class SurvivorLinks:
     def __init__(
         self, released: Sequence[tuple[int, int, _core.Seal | None, bytes]], size: int
     ) -> None:
-        """Takes over (peer, descriptor, keys, bytes read of its next frame) of each survivor."""
+        """Takes over (peer, descriptor, keys, bytes read of its next frame) of each socket."""
         self._size = size
         self._links: dict[int, _Link] = {}
         self._selector = selectors.DefaultSelector()
@@ -151,10 +161,11 @@ class SurvivorLinks:
             self.add(peer, sock, received)
 
     def add(self, peer: int, sock: socket.socket, received: bytes = b"") -> None:
-        """Takes over the socket of a peer; those from `size` on are no ranks, but joiners."""
+        """Takes over a socket of a peer; those from `size` on are no ranks, but joiners."""
         sock.setblocking(False)
-        self._links[peer] = _Link(sock, bytearray(received))
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+        line = _Line(peer, sock, bytearray(received))
+        self._links.setdefault(peer, _Link()).lines.append(line)
+        self._selector.register(sock, selectors.EVENT_READ, line)
 
     @property
     def peers(self) -> frozenset[int]:
@@ -165,20 +176,22 @@ class SurvivorLinks:
         """Sends as much as fits now, the rest during poll(); ignores a peer that is gone."""
         link = self._links.get(peer)
         if link is not None:
-            link.outgoing += pack_message(kind, view, payload)
-            self._push_out(peer, link)
+            message = pack_message(kind, view, payload)
+            for line in link.lines:
+                line.outgoing += message
+                self._push_out(line)
 
     def poll(self, timeout: float) -> list[Message | LinkEnded]:
         """Receives messages, in each peer's order; waits up to `timeout` seconds for the first."""
         events: list[Message | LinkEnded] = []
         for key, ready in self._selector.select(timeout):
-            link = self._links.get(key.data)
-            if link is None:
+            line = key.data
+            if line.peer not in self._links:
                 continue
             if ready & selectors.EVENT_WRITE:
-                self._push_out(key.data, link)
+                self._push_out(line)
             if ready & selectors.EVENT_READ:
-                events += self._read(key.data, link)
+                events += self._read(self._links[line.peer], line)
         return events
 
     def end(self, peer: int) -> None:
@@ -192,33 +205,40 @@ class SurvivorLinks:
             self._end(peer)
         self._selector.close()
 
-    def _push_out(self, peer: int, link: _Link) -> None:
+    def _push_out(self, line: _Line) -> None:
         try:
-            del link.outgoing[: link.sock.send(link.outgoing)]
+            del line.outgoing[: line.sock.send(line.outgoing)]
         except BlockingIOError:
             pass
         except OSError:  # messages sent before it ended are still to be read
-            link.outgoing.clear()
-        writing = selectors.EVENT_WRITE if link.outgoing else 0
-        self._selector.modify(link.sock, selectors.EVENT_READ | writing, peer)
+            line.outgoing.clear()
+        writing = selectors.EVENT_WRITE if line.outgoing else 0
+        self._selector.modify(line.sock, selectors.EVENT_READ | writing, line)
 
-    def _read(self, peer: int, link: _Link) -> Iterator[Message | LinkEnded]:
+    def _read(self, link: _Link, line: _Line) -> Iterator[Message | LinkEnded]:
         try:
-            part = link.sock.recv(_CHUNK)
+            part = line.sock.recv(_CHUNK)
         except BlockingIOError:
             return
         except OSError as error:
             part, reason = b"", str(error)
         else:
             reason = "it ended or released the communicator"
-        link.incoming += part
+        line.incoming += part
         try:
-            yield from self._messages(peer, link.incoming)
+            for message in self._messages(line.peer, line.incoming):
+                line.heard += 1
+                if line.heard > link.heard:
+                    link.heard = line.heard
+                    yield message
         except ValueError as error:
             part, reason = b"", str(error)
         if not part:
-            self._end(peer)
-            yield LinkEnded(peer, reason)
+            self._close(line)
+            link.lines.remove(line)
+            if not link.lines:
+                del self._links[line.peer]
+                yield LinkEnded(line.peer, reason)
 
     def _messages(self, peer: int, data: bytearray) -> Iterator[Message]:
         """Takes whole messages off the front; raises ValueError for bytes that are none."""
@@ -246,9 +266,12 @@ class SurvivorLinks:
         return View(_members(bits), _members(joiners) if known else None, number)
 
     def _end(self, peer: int) -> None:
-        link = self._links.pop(peer)
-        self._selector.unregister(link.sock)
-        link.sock.close()
+        for line in self._links.pop(peer).lines:
+            self._close(line)
+
+    def _close(self, line: _Line) -> None:
+        self._selector.unregister(line.sock)
+        line.sock.close()
 
 
 def pack_message(kind: MessageKind, view: View, payload: bytes = b"") -> bytes:

@@ -427,6 +427,23 @@ def test_a_message_comes_in_any_pieces_after_what_the_communicator_sent() -> Non
         assert isinstance(links.poll(5)[0], _links.LinkEnded)
 
 
+def test_a_message_comes_once_by_several_ways_of_which_any_may_fail() -> None:
+    first, second = socket.socketpair(), socket.socketpair()
+    ends = [[(1, pair[end].detach(), None, b"") for pair in (first, second)] for end in (0, 1)]
+    cut, other = (socket.socket(fileno=os.dup(end[way][1])) for way, end in enumerate(ends))
+    view = _links.View(frozenset({0, 1}))
+    one, two = (_links.SurvivorLinks(each, 2) for each in ends)
+    with contextlib.closing(one), contextlib.closing(two), cut, other:
+        for text, fail in ((b"by both", cut), (b"by the second", other)):
+            one.send(1, _links.MessageKind.VIEW, view, text)
+            events: list[Any] = []
+            while not events:
+                events += two.poll(5)
+            assert events == [_links.Message(1, _links.MessageKind.VIEW, view, text)]
+            fail.shutdown(socket.SHUT_RDWR)
+        assert isinstance(two.poll(5)[-1], _links.LinkEnded)
+
+
 def test_a_long_word_is_sent_while_the_peer_reads_it() -> None:
     one, other = (
         _links.SurvivorLinks([(1, a.detach(), None, b"")], 2) for a in socket.socketpair()
