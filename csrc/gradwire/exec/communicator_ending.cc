@@ -1,4 +1,6 @@
 // How a communicator ends: by abort, close or failure, or by giving its sockets to a smaller one.
+#include <poll.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -15,6 +17,9 @@ using Lock = Engine::Lock;
 
 // How long a rank that closes waits for others to close.
 constexpr double kPeerCloseSeconds = 0.25;
+// How long it waits for what was sent by a failing way to come by another one.
+constexpr double kDeliverySeconds = 4;
+constexpr int kDeliveryPollMilliseconds = 2;
 // How long a peer that does not read may delay the last frames of a failed communicator.
 constexpr double kLastWordSeconds = 1;
 constexpr int kFailurePollMilliseconds = 50;
@@ -69,6 +74,13 @@ std::exception_ptr finish_work(Engine& engine, Lock& lock, const Deadline& deadl
   return wait_until(engine, lock, over, deadline, interrupt);
 }
 
+// Waits until the peers' hosts have what they were sent, where a way to them may have failed.
+void deliver(Driver& driver) {
+  const Deadline deadline = Deadline::after(kDeliverySeconds);
+  while (!(driver.links.deliver() && driver.transfer_links.deliver()) && !deadline.passed())
+    ::poll(nullptr, 0, kDeliveryPollMilliseconds);
+}
+
 // Closes with a BYE. The caller becomes the driver and releases the mutex; calls made meanwhile see
 // a closed communicator. Returns what the interrupt threw.
 std::exception_ptr close_gracefully(Engine& engine, Lock& lock, double confirm,
@@ -77,6 +89,7 @@ std::exception_ptr close_gracefully(Engine& engine, Lock& lock, double confirm,
   std::exception_ptr interruption;
   const auto say_goodbye = [&](Driver& driver) {
     try {
+      deliver(driver);
       if (confirm <= 0) return driver.control.close_now(alone);
       driver.control.close_gracefully({Deadline::after(confirm), engine.abort_or(interrupt)},
                                       Deadline::after(std::min(confirm, kPeerCloseSeconds)), alone);

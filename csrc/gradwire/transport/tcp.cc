@@ -48,6 +48,7 @@ class TcpTransport final : public QueuedTransport {
   // from which nobody reads does not keep it ringing.
   void arm() override;
   void disarm() override { armed_ = false; }
+  bool deliver() override;
 
  private:
   struct TcpStream {
@@ -96,6 +97,7 @@ class TcpTransport final : public QueuedTransport {
   void drop_unsent(Rank peer, const std::string& reason);
 
   std::optional<ConstBytes> arrived_by_ways(Rank peer);
+  void set_aside(Rank peer, const Inbox::Numbered& frame);
   void end_way(const TcpStream& stream, Rank peer, const std::string& failure);
   void acknowledge(Rank peer, bool missing);
   bool serve_ways(Rank peer);
@@ -166,6 +168,7 @@ void TcpTransport::add_stream(const Connection& from, Rank peer, bool several) {
   TcpStream& stream = link_to(peer).streams.emplace_back();
   stream.wire = wire;
   stream.way = from.way;
+  if (link_to(peer).ways != nullptr) link_to(peer).ways->add_data(wire.socket, from.way);
   stream.inbox = Inbox(max_message(), wire.seal);
   if (wire.seal != nullptr || several) stream.copy = frame_buffer(max_message());
   watch_descriptor(wire.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
@@ -349,7 +352,7 @@ std::optional<ConstBytes> TcpTransport::arrived_by_ways(Rank peer) {
           link.front = &stream;
           return frame->payload;
         }
-        if (!ways.has(frame->number)) ways.set_aside(frame->number, frame->payload);
+        if (!ways.has(frame->number)) set_aside(peer, *frame);
         stream.inbox.pop();
       }
       more |= read_some(stream, peer);
@@ -357,6 +360,23 @@ std::optional<ConstBytes> TcpTransport::arrived_by_ways(Rank peer) {
   }
   if (ways.sets_aside()) ways.drained(Clock::now());
   return std::nullopt;
+}
+
+void TcpTransport::set_aside(Rank peer, const Inbox::Numbered& frame) try {
+  link_to(peer).ways->set_aside(frame.number, frame.payload);
+} catch (const Error& error) {
+  throw_transport_error(link_id(peer), error.what());
+}
+
+bool TcpTransport::deliver() {
+  bool all = true;
+  for (const Rank peer : looked_after_) {
+    const TcpLink& link = link_to(peer);
+    if (link.ways == nullptr || !why_gone(peer).empty()) continue;
+    push_on(peer);
+    all = all && unsent(peer) == 0 && link.ways->delivered();
+  }
+  return all;
 }
 
 bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
@@ -425,7 +445,7 @@ bool TcpTransport::serve_ways(Rank peer) {
   TcpLink& link = link_to(peer);
   if (!why_gone(peer).empty()) return false;
   try {
-    link.ways->hear();
+    link.ways->hear(Clock::now());
   } catch (const Error& error) {
     drop_unsent(peer, error.what());
     return false;

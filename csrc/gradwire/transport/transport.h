@@ -93,6 +93,10 @@ class Transport {
   // Returns whether flush() has nothing left to send to this peer.
   virtual bool is_flushed(Rank /*peer*/) const { return true; }
 
+  // To be called now and then before this end is destroyed, until it returns true: what was sent by
+  // a way that fails is then at the peers' hosts by another one.
+  virtual bool deliver() { return true; }
+
   // Returns the oldest message from `peer` that was not released; nullopt when none has arrived
   // whole. It stays in place, 8-byte aligned, until release(peer). Empty messages count.
   virtual std::optional<ConstBytes> peek(Rank peer) = 0;

@@ -136,28 +136,6 @@ TEST_P(TwoWays, NothingIsLeftToSendToAPeerThatHasClosed) {
   EXPECT_TRUE(ranks_[0]->flush());
 }
 
-TEST_P(TwoWays, TheLastWayIsKeptThoughAFrameIsMissed) {
-  if (GetParam()) return;
-  const int theirs = ::dup(far_[1][1].get());
-  std::vector<int> other;
-  for (const UniqueFd& each : far_[0]) other.push_back(::dup(each.get()));
-  connect();
-  for (const int each : other) {
-    ::shutdown(each, SHUT_RDWR);
-    ::close(each);
-  }
-  send(*ranks_[0], {1}, 40, 1);
-  ::poll(nullptr, 0, 2600);  // before that it is too early to miss the frame
-  const Acknowledgement missing{.missing = 1};
-  ASSERT_EQ(::send(theirs, &missing, sizeof missing, 0), static_cast<ssize_t>(sizeof missing));
-  ranks_[0]->arm();
-  ranks_[0]->disarm();
-  send(*ranks_[0], {1}, 50, 2);
-  expect_message(*ranks_[1], 0, 40, 1);
-  expect_message(*ranks_[1], 0, 50, 2);
-  ::close(theirs);
-}
-
 TEST_P(TwoWays, AnAcknowledgementOfWhatWasNotSentEndsThePeer) {
   if (GetParam()) return;  // a stranger's would not open
   const int theirs = ::dup(far_[1][1].get());
@@ -183,6 +161,71 @@ TEST(MissingFrames, WhatNobodyHasTriedToReadIsNotMissing) {
   ways.consume();  // frame 0 has come
   ways.drained(later);
   EXPECT_FALSE(ways.misses_one(later));
+}
+
+// The sending end of a link whose peer, the test, misses the frame that was sent by a way.
+class AMissedFrame : public testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    for (int way = 0; way < 2; ++way) {
+      ways_.add(Stream(acks_[at(way)].first.get()), way);
+      ways_.add_data(data_[at(way)].first.get(), way);
+    }
+    const Prefix prefix(0);
+    ways_.send_by(ways_.keep(std::as_bytes(std::span(&prefix, 1))), GetParam());
+  }
+  void hear_that_it_is_missing() {
+    const Acknowledgement missing{.missing = 1};
+    const int theirs = acks_[at(GetParam())].second.get();
+    ASSERT_EQ(::send(theirs, &missing, sizeof missing, 0), static_cast<ssize_t>(sizeof missing));
+    ways_.hear(TcpWays::Clock::now() + std::chrono::seconds(10));
+  }
+
+  std::array<Ends, 2> acks_{unix_ends(), unix_ends()}, data_{unix_ends(), unix_ends()};
+  TcpWays ways_{std::make_shared<Ways>(2), kLargest};
+};
+
+TEST_P(AMissedFrame, EndsItsWayWhereThePeersHostHasIt) {
+  hear_that_it_is_missing();
+  EXPECT_TRUE(ways_.ended(GetParam()));
+  EXPECT_TRUE(ways_.usable(1 - GetParam()));
+  EXPECT_EQ(ways_.next_again(), 0U);
+}
+
+TEST_P(AMissedFrame, IsSentAgainWhereItsWayIsSlow) {
+  ASSERT_EQ(::send(data_[at(GetParam())].first.get(), "slow", 4, 0), 4);
+  EXPECT_FALSE(ways_.delivered());
+  hear_that_it_is_missing();
+  EXPECT_TRUE(ways_.usable(GetParam()));
+  EXPECT_EQ(ways_.next_again(), 0U);
+}
+
+TEST_P(AMissedFrame, IsSentAgainByTheLastWay) {
+  ways_.leave_out(1 - GetParam(), TcpWays::State::kEnded, "it was closed");
+  hear_that_it_is_missing();
+  EXPECT_TRUE(ways_.usable(GetParam()));
+  EXPECT_EQ(ways_.next_again(), 0U);
+}
+
+INSTANTIATE_TEST_SUITE_P(ByEachWay, AMissedFrame, testing::Values(0, 1));
+
+TEST(FramesOfWays, TakeNoMoreMemoryThanTheBound) {
+  constexpr std::size_t kFrame = 1 << 20;
+  TcpWays sender(std::make_shared<Ways>(2), kFrame), receiver(std::make_shared<Ways>(2), kFrame);
+  const std::vector<std::byte> frame(kFrame);
+  std::uint32_t kept = 0;
+  for (; sender.has_room(); ++kept) sender.keep(frame);
+  EXPECT_EQ(kept, kMostKeptBytes / kFrame);
+  for (std::uint32_t number = 1; number <= kept + 2; ++number) receiver.set_aside(number, frame);
+  EXPECT_THROW(receiver.set_aside(kept + 3, frame), Error);
+}
+
+TEST(FramesOfWays, SmallOnesTakeLittleMemory) {
+  TcpWays sender(std::make_shared<Ways>(2), kMostKeptBytes);
+  const std::array<std::byte, 64> frame{};
+  std::uint32_t kept = 0;
+  for (; sender.has_room(); ++kept) sender.keep(frame);
+  EXPECT_EQ(kept, kMostKept);
 }
 
 TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {

@@ -224,6 +224,32 @@ def test_the_peer_is_lost_with_the_last_interface(network: Network) -> None:
     assert took < 3 * float(LIMIT) + max(each.queued for each in found)
 
 
+@needs_hosts
+def test_what_was_sent_at_the_end_comes_though_an_interface_has_just_failed(
+    network: Network,
+) -> None:
+    def body(comm: Communicator, pipe: Any) -> int:
+        comm.barrier()
+        pipe.send("under way")
+        pipe.recv()
+        x = np.arange(1000)
+        if comm.rank == 0:
+            comm.send(x, 1)
+            return 0  # and ends
+        x[:] = 0
+        comm.recv(x, 0)
+        return int(x.sum())
+
+    with network.start(range(2), body, environment=lambda _: NAMED, timeout=60) as ranks:
+        for rank in ranks:
+            assert rank.pipe.recv() == "under way"
+        with _apart(network, "eth0", 1):
+            for rank in ranks:
+                rank.pipe.send("go")
+            found = [rank.outcome() for rank in ranks]
+    assert [(each.error, each.value) for each in found] == [(None, 0), (None, 499500)]
+
+
 def _port_of(fd: int) -> int:
     with socket.socket(fileno=os.dup(fd)) as sock:
         return int(sock.getsockname()[1])

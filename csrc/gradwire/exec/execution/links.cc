@@ -49,6 +49,12 @@ bool Links::flush() {
   return all;
 }
 
+bool Links::deliver() {
+  bool all = true;
+  for (auto& each : transports_) all = each->deliver() && all;
+  return all;
+}
+
 Rank Links::full_peer() const {
   for (Rank peer = 0; peer < options_.size; ++peer)
     if (link_of_[at(peer)] >= 0 && !is_flushed(peer)) return peer;

@@ -50,6 +50,8 @@ class Links {
   // Returns whether all staged bytes are out of this process's hands.
   bool flush();
   bool is_flushed(Rank peer) const { return link(peer).is_flushed(peer); }
+  // See Transport::deliver.
+  bool deliver();
   // Returns some peer whose socket is full, or kNoPeer.
   Rank full_peer() const;
   void arm();

@@ -1,5 +1,8 @@
 #include "gradwire/transport/ways/tcp_ways.h"
 
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,6 +24,14 @@ constexpr milliseconds kTell{200};
 constexpr milliseconds kMissing{3000};
 constexpr milliseconds kSentBefore{2500};
 constexpr const char* kForeign = "it acknowledged a frame that it was not sent";
+constexpr const char* kTooMuch = "it sent more frames than it may before they are acknowledged";
+
+// Whether bytes of a socket may yet come to the peer's host. Those of a reset one do not.
+bool has_unacknowledged(int socket) noexcept {
+  int bytes = 0;
+  pollfd reset{socket, 0, 0};
+  return ::poll(&reset, 1, 0) == 0 && ::ioctl(socket, SIOCOUTQ, &bytes) == 0 && bytes > 0;
+}
 
 }  // namespace
 
@@ -73,6 +84,17 @@ bool TcpWays::others_usable(int than) const noexcept {
   return false;
 }
 
+bool TcpWays::in_flight(int way) const noexcept {
+  return std::ranges::any_of(ways_[at(way)].data, has_unacknowledged);
+}
+
+bool TcpWays::delivered() const noexcept {
+  if (to_send_again() > 0) return false;
+  for (int way = 0; way < all_->count(); ++way)
+    if (usable(way) && in_flight(way)) return false;
+  return true;
+}
+
 TcpWays::Clock::time_point TcpWays::unusable_since(Clock::time_point now) noexcept {
   const bool any =
       std::ranges::any_of(ways_, [](const Way& way) { return way.state == State::kUsed; });
@@ -93,8 +115,9 @@ std::uint16_t TcpWays::ended_ones() const noexcept {
 std::uint32_t TcpWays::keep(ConstBytes frame) {
   const std::uint32_t number = first_ + static_cast<std::uint32_t>(kept_.size());
   Kept& made = kept_.emplace_back();
-  made.frame = buffer();
+  made.frame = buffer(frame.size());
   made.bytes = frame.size();
+  kept_bytes_ += room_for(made.bytes);
   std::byte* out = made.frame.data() + kFrameAt;
   std::memcpy(out, frame.data(), frame.size());
   Prefix prefix;
@@ -136,7 +159,8 @@ ConstBytes TcpWays::send_by(std::uint32_t number, int way) {
 void TcpWays::free_until(std::uint32_t next) {
   if (next == first_) return;
   for (; first_ != next; ++first_) {
-    give_back(std::move(kept_.front().frame));
+    kept_bytes_ -= room_for(kept_.front().bytes);
+    give_back(std::move(kept_.front().frame), kept_.front().bytes);
     kept_.pop_front();
   }
   changed_ = true;
@@ -149,9 +173,11 @@ bool TcpWays::has(std::uint32_t number) const noexcept {
 }
 
 void TcpWays::set_aside(std::uint32_t number, ConstBytes payload) {
+  if (early_bytes_ > kMostKeptBytes + max_message_) throw Error(kTooMuch);
   Early& made = early_[number];
-  made.payload = buffer();
+  made.payload = buffer(payload.size());
   made.bytes = payload.size();
+  early_bytes_ += room_for(made.bytes);
   std::memcpy(made.payload.data(), payload.data(), payload.size());
 }
 
@@ -163,7 +189,8 @@ std::optional<ConstBytes> TcpWays::set_aside_before() noexcept {
 
 void TcpWays::consume() noexcept {
   if (const auto found = early_.find(read_++); found != early_.end()) {
-    give_back(std::move(found->second.payload));
+    early_bytes_ -= room_for(found->second.bytes);
+    give_back(std::move(found->second.payload), found->second.bytes);
     early_.erase(found);
   }
 }
@@ -177,15 +204,22 @@ bool TcpWays::misses_one(Clock::time_point now) noexcept {
   return true;
 }
 
-// Buffers are used again: freshly allocated memory of this size costs page faults.
-AlignedBuffer TcpWays::buffer() {
-  if (spare_.empty()) return frame_buffer(max_message_);
+// Buffers of large frames are used again: freshly allocated memory of this size costs page faults.
+std::size_t TcpWays::room_for(std::size_t bytes) const noexcept {
+  return bytes > max_message_ / 2 ? max_message_ : bytes;
+}
+
+AlignedBuffer TcpWays::buffer(std::size_t bytes) {
+  const std::size_t room = room_for(bytes);
+  if (spare_.empty() || room < max_message_) return frame_buffer(room);
   AlignedBuffer found = std::move(spare_.back());
   spare_.pop_back();
   return found;
 }
 
-void TcpWays::give_back(AlignedBuffer spare) { spare_.push_back(std::move(spare)); }
+void TcpWays::give_back(AlignedBuffer spare, std::size_t bytes) {
+  if (room_for(bytes) == max_message_) spare_.push_back(std::move(spare));
+}
 
 // ---- Acknowledgements --------------------------------------------------------------------------
 
@@ -216,16 +250,16 @@ void TcpWays::push_out(AckSocket& socket) noexcept {
   if (sent > 0) socket.unsent.erase(0, static_cast<std::size_t>(sent));
 }
 
-void TcpWays::hear() {
+void TcpWays::hear(Clock::time_point now) {
   for (int number = 0; number < all_->count(); ++number) {
     const Way& way = ways_[at(number)];
     if (way.state != State::kEnded) push_out(ways_[at(number)].acks);
-    while (way.state != State::kEnded && receive(number)) continue;
+    while (way.state != State::kEnded && receive(number, now)) continue;
   }
 }
 
 // Returns whether something came.
-bool TcpWays::receive(int way) {
+bool TcpWays::receive(int way, Clock::time_point now) {
   AckSocket& socket = ways_[at(way)].acks;
   std::array<char, 1024> bytes;
   const ssize_t got = ::recv(socket.wire.socket, bytes.data(), bytes.size(), MSG_DONTWAIT);
@@ -242,22 +276,22 @@ bool TcpWays::receive(int way) {
     if (!opened) throw Error(crypto::kChanged);
     socket.heard += *opened;
   }
-  take_all(socket);
+  take_all(socket, now);
   return true;
 }
 
-void TcpWays::take_all(AckSocket& socket) {
+void TcpWays::take_all(AckSocket& socket, Clock::time_point now) {
   Acknowledgement heard;
   std::size_t done = 0;
   for (; socket.heard.size() - done >= sizeof heard; done += sizeof heard) {
     std::memcpy(&heard, socket.heard.data() + done, sizeof heard);
-    take(heard);
+    take(heard, now);
   }
   socket.heard.erase(0, done);
 }
 
 // What came by a slower way may be older than what is known.
-void TcpWays::take(const Acknowledgement& heard) {
+void TcpWays::take(const Acknowledgement& heard, Clock::time_point now) {
   const auto ahead = static_cast<std::int32_t>(heard.next - first_);
   if (ahead > static_cast<std::int32_t>(kept_.size()) || heard.missing > 1 ||
       (heard.ended >> ways_.size()) != 0)
@@ -269,10 +303,11 @@ void TcpWays::take(const Acknowledgement& heard) {
       leave_out(way, State::kEnded, "the peer says that it has ended there");
   if (heard.missing == 0 || kept_.empty()) return;
   const Kept& frame = kept_.front();
-  if (frame.way < 0 || frame.again || Clock::now() - frame.sent < kSentBefore) return;
-  if (others_usable(frame.way))
+  if (frame.way < 0 || frame.again || now - frame.sent < kSentBefore) return;
+  // The way may be slow, or the last one. It has lost the frame where the peer's host has it all.
+  if (others_usable(frame.way) && !in_flight(frame.way))
     return leave_out(frame.way, State::kEnded, "what was sent does not arrive");
-  send_again(first_);  // the last way may be slow, and there is no better one
+  send_again(first_);
   changed_ = true;
 }
 

@@ -25,6 +25,8 @@ namespace gradwire::transport {
 
 // Frames that a peer has not acknowledged, and with it the frames that it may have to set aside.
 inline constexpr std::uint32_t kMostKept = 256;
+// Their memory in bytes, which the last frame may exceed.
+inline constexpr std::size_t kMostKeptBytes = 16 << 20;
 
 // What one end of a link tells the other: all frames before `next` have been read.
 struct Acknowledgement {
@@ -50,11 +52,16 @@ class TcpWays {
   void use_again(int way);
   // Tells of ways whose state has lasted; before that the peer may be about to end on all of them.
   void tell(Clock::time_point now);
+  // Returns whether the peer's host has all that was sent by ways in use, and none is to be sent
+  // again.
+  bool delivered() const noexcept;
   // Returns since when no way has been usable; now while one is.
   Clock::time_point unusable_since(Clock::time_point now) noexcept;
 
   // ---- Sending
-  bool has_room() const noexcept { return kept_.size() < kMostKept; }
+  bool has_room() const noexcept {
+    return kept_.size() < kMostKept && kept_bytes_ < kMostKeptBytes;
+  }
   // Numbers a frame and keeps a copy of it.
   std::uint32_t keep(ConstBytes frame);
   // Returns the frame that must be sent again, if one must.
@@ -69,6 +76,7 @@ class TcpWays {
   // Returns whether a frame came already.
   bool has(std::uint32_t number) const noexcept;
   bool sets_aside() const noexcept { return !early_.empty(); }
+  // Throws Error where the peer has sent more than it may.
   void set_aside(std::uint32_t number, ConstBytes payload);
   std::optional<ConstBytes> set_aside_before() noexcept;  // the frame whose turn it is
   void consume() noexcept;
@@ -80,10 +88,12 @@ class TcpWays {
 
   // ---- Acknowledgements
   void add(const Stream& wire, int way) { ways_[at(way)].acks.wire = wire; }
+  // Tells of a socket that carries frames by a way.
+  void add_data(int socket, int way) { ways_[at(way)].data.push_back(socket); }
   bool owes() const noexcept { return read_ - told_ >= kMostKept / 16; }
   void acknowledge(bool missing);
   // Reads what has come. Throws Error for what the peer can't have said.
-  void hear();
+  void hear(Clock::time_point now);
   // Returns whether there may be something to hear.
   bool listens() const noexcept { return !kept_.empty() || !early_.empty(); }
   // Returns whether there may be more to send than there was at the last call.
@@ -112,20 +122,24 @@ class TcpWays {
     Clock::time_point since;
     std::string why;
     AckSocket acks;
+    std::vector<int> data;  // sockets
   };
 
-  AlignedBuffer buffer();
-  void give_back(AlignedBuffer spare);
+  // How many bytes are allocated for a frame.
+  std::size_t room_for(std::size_t bytes) const noexcept;
+  AlignedBuffer buffer(std::size_t bytes);
+  void give_back(AlignedBuffer spare, std::size_t bytes);
   void send(AckSocket& socket, const Acknowledgement& said);
   void push_out(AckSocket& socket) noexcept;
-  bool receive(int way);
-  void take_all(AckSocket& socket);
-  void take(const Acknowledgement& heard);
+  bool receive(int way, Clock::time_point now);
+  void take_all(AckSocket& socket, Clock::time_point now);
+  void take(const Acknowledgement& heard, Clock::time_point now);
   void free_until(std::uint32_t next);
   void send_again(std::uint32_t number);
   Kept& kept(std::uint32_t number) { return kept_[number - first_]; }
   std::uint16_t ended_ones() const noexcept;
   bool others_usable(int than) const noexcept;
+  bool in_flight(int way) const noexcept;
 
   std::shared_ptr<Ways> all_;
   std::size_t max_message_;
@@ -134,7 +148,8 @@ class TcpWays {
   std::optional<Clock::time_point> unusable_;
 
   std::deque<Kept> kept_;
-  std::uint32_t first_ = 0;  // the number of the first kept frame
+  std::size_t kept_bytes_ = 0, early_bytes_ = 0;  // allocated
+  std::uint32_t first_ = 0;                       // the number of the first kept frame
   std::deque<std::uint32_t> again_;
 
   std::uint32_t read_ = 0, told_ = 0;
