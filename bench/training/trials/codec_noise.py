@@ -9,8 +9,10 @@ to average. Codecs work as in the algorithm "direct": each rank's gradients are 
 their average once more. All parameters are one array; with "int8@N" each is an array, and those of
 less than N elements are dense. "reversed" is dense, and sums the ranks in the other order;
 "noise=X" is dense, and adds normal noise whose squared norm is the share X of the averaged
-gradient's, block by block of 32. `--until` ends a training early. Every training is a line in the
-file of `--runs`, and is not made twice. Prints the means over seeds of the loss on unseen data
+gradient's, block by block of 32. "zero=X" is dense, but what is smaller than the share X of the
+largest of its block of 32 travels as 0; "keep=X" is int8:block=32@0, where that travels as it is.
+(int8 makes 0 of what is below 1/254.) `--until` ends a training early. Every training is a line in
+the file of `--runs`, and is not made twice. Prints the means over seeds of the loss on unseen data
 above that of none, seed by seed, with their standard deviations and standard errors. Bits depend on
 the processor, not on what else it does.
 """
@@ -40,7 +42,7 @@ from bench.training.trials.trial import Trial
 
 RANKS = 4
 _BLOCK = 32  # of noise
-_SETTINGS = {"lm": (0.004, 32), "vit": (0.001, 128), "cnn": (0.008, 128)}  # as in optimizers.py
+SETTINGS = {"lm": (0.004, 32), "vit": (0.001, 128), "cnn": (0.008, 128)}  # as in optimizers.py
 
 Average = Callable[[list[torch.Tensor]], torch.Tensor]
 Coded = Callable[[torch.Tensor], torch.Tensor]  # encoded and decoded again
@@ -65,7 +67,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--task", choices=_SETTINGS, default="vit")
+    parser.add_argument("--task", choices=SETTINGS, default="vit")
     parser.add_argument("--exchanges", nargs="+", default=["none", "reversed", "int8"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
@@ -76,19 +78,19 @@ def parse_options() -> argparse.Namespace:
 
 def trial_of(options: argparse.Namespace, seed: int) -> Trial:
     """What is trained."""
-    rate, batch = _SETTINGS[options.task]
+    rate, batch = SETTINGS[options.task]
     return Trial(options.task, "adamw", "", rate, batch, options.steps, seed, clip=1.0)
 
 
 def train(trial: Trial, exchange: str, until: int | None = None) -> float:
     """The loss on unseen data at the end."""
     torch.manual_seed(trial.seed)
-    task = _task(trial.task)
+    task = task_of(trial.task)
     model = task.model()
     average = averaging(exchange, trial.seed, [each.numel() for each in model.parameters()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.rate)
-    for step, some in enumerate(islice(_batches(trial, task), until)):
-        _use(model, average([_gradient(model, each) for each in some]))
+    for step, some in enumerate(islice(batches(trial, task), until)):
+        use(model, average([gradient(model, each) for each in some]))
         if trial.clip is not None:
             clip_grad_norm_(model.parameters(), trial.clip)
         for group in optimizer.param_groups:
@@ -98,11 +100,11 @@ def train(trial: Trial, exchange: str, until: int | None = None) -> float:
 
 
 @functools.cache
-def _task(name: str) -> Task:
+def task_of(name: str) -> Task:
     return TASKS[name](None)
 
 
-def _batches(trial: Trial, task: Task) -> Iterator[list[Batch]]:
+def batches(trial: Trial, task: Task) -> Iterator[list[Batch]]:
     """Of all ranks, by step."""
     orders = [
         images.batches(task.count, trial.batch // RANKS, rank, RANKS, trial.seed, trial.steps)
@@ -112,14 +114,14 @@ def _batches(trial: Trial, task: Task) -> Iterator[list[Batch]]:
         yield [task.examples(each) for each in chosen]
 
 
-def _gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
+def gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs, labels = batch
     model.zero_grad()
     cross_entropy(model(inputs), labels.flatten()).backward()
     return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-def _use(model: nn.Module, gradient: torch.Tensor) -> None:
+def use(model: nn.Module, gradient: torch.Tensor) -> None:
     start = 0
     for each in model.parameters():
         each.grad = gradient[start : start + each.numel()].view_as(each)
@@ -137,12 +139,11 @@ def averaging(exchange: str, seed: int, sizes: list[int]) -> Average:
     if name == "noise":
         generator = torch.Generator().manual_seed(seed)
         return lambda every: _noisy(_mean(every), float(share), generator)
+    if name in ("zero", "keep"):
+        of_small = functools.partial(_zeroed if name == "zero" else _kept, float(share))
+        return functools.partial(_each_apart, of_small, sizes, 0)
     name, apart, least = exchange.partition("@")
-    codec = gradwire.codec.get(name)
-
-    def coded(values: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(codec.decode(codec.encode(values), values.shape))
-
+    coded = functools.partial(_coded, gradwire.codec.get(name))
     if apart:
         return functools.partial(_each_apart, coded, sizes, int(least))
     return functools.partial(_direct, coded)
@@ -157,6 +158,25 @@ def _noisy(values: torch.Tensor, share: float, generator: torch.Generator) -> to
     noise = torch.randn(blocks.shape, generator=generator)
     size = blocks.square().mean(1, keepdim=True).sqrt() * math.sqrt(share)
     return values + (noise * size).view(-1)[: len(values)]
+
+
+def _coded(codec: gradwire.codec.NativeCodec, values: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(codec.decode(codec.encode(values), values.shape))
+
+
+def _small(share: float, values: torch.Tensor) -> torch.Tensor:
+    """Which elements are below the share of the largest magnitude of their block."""
+    magnitudes = nn.functional.pad(values.abs(), (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
+    return (magnitudes < share * magnitudes.amax(1, keepdim=True)).view(-1)[: len(values)]
+
+
+def _zeroed(share: float, values: torch.Tensor) -> torch.Tensor:
+    return values.masked_fill(_small(share, values), 0.0)
+
+
+def _kept(share: float, values: torch.Tensor) -> torch.Tensor:
+    coded = _coded(gradwire.codec.get(f"int8:block={_BLOCK}"), values)
+    return torch.where(_small(share, values), values, coded)
 
 
 def _each_apart(

@@ -14,7 +14,8 @@ A way to train is one of
 - "lowrank/RANK+CODEC": one factor of what momenta have beyond those that all ranks know does.
 
 All other parameters go by AdamW, with gradients in `int8` where matrices are compressed, and as
-they are below 1,024 elements. "/first=SHARE" at the end lets the first steps be "muon+int8".
+they are below 1,024 elements. "/first=SHARE" at the end lets the first steps be "muon+int8", and
+"/plain" leaves error feedback out.
 
 Prints a line of JSON for each training: its loss on unseen text, and the bytes of dense gradients
 over those that a rank sent, in the last step and in all of them.
@@ -48,10 +49,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Exchange:
-    """What one rank sends, with its residuals."""
+    """What one rank sends, with its residuals, if it `keeps` any."""
 
-    def __init__(self, comm: gradwire.Communicator) -> None:
-        self.comm, self._feedback = comm, gradwire.ErrorFeedback()
+    def __init__(self, comm: gradwire.Communicator, *, keeps: bool) -> None:
+        self.comm, self._keeps, self._feedback = comm, keeps, gradwire.ErrorFeedback()
 
     def average(self, own: Tensors, codec: str, *, feedback: bool = False) -> Tensors:
         """The ranks' means, in place; without feedback, what the codec loses is lost."""
@@ -61,7 +62,7 @@ class Exchange:
                     "feedback": self._feedback,
                     "keys": [(name, each.numel()) for name, each in own.items()],
                 }
-                if feedback
+                if feedback and self._keeps
                 else {}
             )
             self.comm.all_reduce(list(own.values()), op="avg", codec=codec, **options)
@@ -203,8 +204,9 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 def train(comm: gradwire.Communicator, trial: Trial, models: list[nn.Module]) -> dict[str, float]:
     """One rank; the models share their parameters, which rank 0 moves."""
     task, model = TASKS[_TASK](None), models[comm.rank]
-    way, _, first = trial.exchange.partition("/first=")
-    exchange = Exchange(comm)
+    way, plain, _ = trial.exchange.partition("/plain")
+    way, _, first = way.partition("/first=")
+    exchange = Exchange(comm, keeps=not plain)
     rule, small = _rule(way, exchange)
     codec, begin = getattr(rule, "codec", ""), round(float(first or 0) * trial.steps)
     named = dict(model.named_parameters())
