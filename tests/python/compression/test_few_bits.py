@@ -1,11 +1,13 @@
-"""What int8 and int4 lose of values, by `bench.codecs.hops`."""
+"""What int8 and int4 lose of values, by `bench.codecs.hops`, and take of processors."""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import pytest
 
-from bench.codecs import hops
+from bench.codecs import hops, processor_time
 
 # Of normal values, the squares of what is lost over those of the values.
 ONE_HOP = {"int8": 6.3e-5, "int4": 0.0068, "int4:block=128": 0.0088}
@@ -35,3 +37,18 @@ def test_the_report_has_a_row_for_each_codec() -> None:
     text = hops.document([[drawn(seed) for seed in range(8)]])
     for codec in hops.CODECS:
         assert f"`{codec}`" in text
+
+
+def test_processor_time_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processor_time, "_KIB", (256,))
+    monkeypatch.setattr(processor_time, "_BYTES", 1)
+    given = ["--rounds", "1", "--transports", "shm", "--codecs", "int4", "int8"]
+    monkeypatch.setattr(sys, "argv", ["processor_time.py", *given])
+    processor_time.main()
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    wanted = [f"{how} | `{codec}`" for how in ("without", "with") for codec in ("int4", "int8")]
+    for row, each in zip(rows, wanted, strict=True):
+        assert row.startswith(f"| shm | 256 | {each} |")
+        assert ("| 1.00 (1.00 to 1.00) |" in row) == ("int4" in each)
