@@ -38,7 +38,7 @@ void check_feedback(const Request& request) {
                           std::string(name_of(request.op)) + "'");
 }
 
-void check_types(const Request& request, const GpuLinks& links) {
+void check_codec(const Request& request, const GpuLinks& links) {
   if (links.are_used && request.payloads)
     throw InvalidArgument("codec '" + std::string(request.codec_label) +
                           "' is written in Python and works on arrays in host memory: copy them "
@@ -47,8 +47,7 @@ void check_types(const Request& request, const GpuLinks& links) {
     throw InvalidArgument("codec '" + request.codec->name() +
                           "' works on arrays in host memory: copy them there, or leave out "
                           "between=sites");
-  if (request.codec)
-    exec::check_types(request.collective, request.dtype, request.op, *request.codec);
+  if (request.codec) check_types(request.collective, request.dtype, request.op, *request.codec);
 }
 
 // ---- Factors -----------------------------------------------------------------------------------
@@ -213,7 +212,7 @@ std::string_view gather_algorithm(std::string_view algorithm) {
 Decision decide(const Request& request, bool feeds_back, const GpuLinks& links) {
   check_root(request);
   if (feeds_back) check_feedback(request);
-  check_types(request, links);
+  check_codec(request, links);
   if (request.payloads) return {Method::kExchange, checked_gather_algorithm(request)};
   if (request.codec && request.codec->combine() == codec::Combine::kCompound) {
     check_lowrank(request);
