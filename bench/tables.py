@@ -35,7 +35,7 @@ from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.local_sgd import coming_and_going_report, losses_report, streaming_report
-from bench.network import long_link_report, two_interfaces_report
+from bench.network import long_link_report, relayed_report, two_interfaces_report
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training import trace_cost
@@ -443,6 +443,12 @@ def two_interfaces(results: Path) -> list[str]:
     return _of(path, two_interfaces_report.table(_loaded(path)))
 
 
+def relayed(results: Path) -> list[str]:
+    """The rate of a relayed pair, beside its share of the relay's link."""
+    path = newest(results, "relayed-*.json")
+    return _of(path, relayed_report.table(_loaded(path)))
+
+
 def traces(results: Path) -> list[str]:
     """The cost of recording, in training steps and calls."""
     return trace_cost.table(_loaded(newest(results, "trace-cost-*.json")))
@@ -501,6 +507,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "between-hosts": between_hosts,
     "long-link": long_links,
     "two-interfaces": two_interfaces,
+    "relayed": relayed,
     "trace-cost": traces,
     "metrics-cost": metrics,
     "lossless": packed,

