@@ -1,7 +1,5 @@
 #include "gradwire/exec/driver.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -188,13 +186,13 @@ void Driver::finish_current(bool unannounced) {
 
 // Spins first: a peer that runs answers within microseconds, less than sleeping and waking takes.
 // Then yields, which lets a peer that waits for this rank's core run.
-bool Driver::back_off(unsigned idle) const noexcept {
+bool Driver::back_off(unsigned idle) noexcept {
   const unsigned spins = backoff_.spins(engine_.most_spins);
   if (idle > spins + backoff_.yields(engine_.most_spins)) return false;
   if (idle <= spins)
     pause_spinning();
   else
-    ::sched_yield();
+    backoff_.yield();
   return true;
 }
 

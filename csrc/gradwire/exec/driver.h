@@ -56,7 +56,7 @@ class Driver {
   bool finished(const Work* until) const;
   // Waits for a moment after `idle` steps in a row that moved nothing, or returns false: after so
   // many it is time to sleep.
-  bool back_off(unsigned idle) const noexcept;
+  bool back_off(unsigned idle) noexcept;
   // Waits until a doorbell rings.
   void sleep(const Interrupt& interrupt);
   // Arms the doorbells. Returns whether something has moved meanwhile. disarm() must follow.

@@ -1,7 +1,5 @@
 #include "gradwire/exec/progress_thread.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <system_error>
 #include <utility>
@@ -165,7 +163,7 @@ void ProgressThread::take_turns(std::unique_lock<std::mutex>& lock, TaskStates& 
   else if (idle <= now)
     pause_spinning();
   else if (idle <= now + backoff_.yields(spins))
-    ::sched_yield();
+    backoff_.yield();
   else
     sleep(driven, next_service);
   lock.lock();
