@@ -340,6 +340,11 @@ def local_sgd_by_rounds(results: Path) -> list[str]:
     return _local_sgd(results).by_rounds()
 
 
+def local_sgd_by_inner(results: Path) -> list[str]:
+    """The loss of DiLoCo with AdamW and Muon inside, by codec of outer gradients."""
+    return _local_sgd(results).by_inner()
+
+
 def _local_sgd(results: Path) -> losses_report.Rows:
     return losses_report.Rows(losses_report.read(newest(results, "local-sgd-*-runs.jsonl")))
 
@@ -492,6 +497,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "streaming": streaming,
     "local-sgd-by-ranks": local_sgd_by_ranks,
     "local-sgd-by-rounds": local_sgd_by_rounds,
+    "local-sgd-by-inner": local_sgd_by_inner,
     "optimizers": optimizers,
     "optimizer-others": other_optimizers,
     "optimizer-links": optimizer_links,
