@@ -126,6 +126,8 @@ int main(int count, char** given) {
                     .delay = std::chrono::duration_cast<Clock::duration>(delay),
                     .loss = std::atof(given[5]),
                     .queue_seconds = std::atof(given[6]) / 1000};
+  const sched_param first{.sched_priority = 1};
+  ::sched_setscheduler(0, SCHED_FIFO, &first);  // where allowed: a link waits for no processor
   const int near = open_device(given[1]), far = open_device(given[2]);
   std::puts("up");
   std::fflush(stdout);

@@ -1,6 +1,6 @@
 """A step of DDP at two sites with a long link between them, beside what its bytes take over that.
 
-    make test-cpp && sudo .venv/bin/python -m bench.network.two_sites     # 2 minutes
+    make test-cpp && sudo .venv/bin/python -m bench.network.two_sites     # 6 minutes
 
 Each site has some hosts around a switch, with one rank each; long_link.cc carries packets between
 the two switches, with a rate and a delay. A step is that of a model which does next to nothing but
@@ -126,6 +126,8 @@ def _steps(codec: str, parameters: int, count: int) -> Iterator[float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The steps of all settings, in turns."""
+    import gradwire.torch  # noqa: F401  # once, before ranks are forked
+
     seconds: dict[str, list[float]] = {}
     parameters = options.parameters >> 20 << 20
     for _ in range(options.rounds):
@@ -146,7 +148,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4, help="of each site")
     parser.add_argument("--parameters", type=int, default=24 << 20)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--output", type=Path)
     write("two-sites", parser.parse_args(), measure, document)

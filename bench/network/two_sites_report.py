@@ -13,7 +13,7 @@ def document(found: dict[str, Any], stem: str) -> str:
     mbit, milliseconds = found["link"]
     return report.document(
         "Two sites",
-        f"{report.origin(found)} {stem}.json. Median seconds of a step of DDP with "
+        f"{report.origin(found)} {stem}.json. Median seconds, and the range, of a step of DDP with "
         f"{report.size(found['bytes'])} of gradients, on 2 sites of {found['hosts']} ranks, with "
         f"{mbit:g} Mbit/s and a round trip of {milliseconds:g} ms between them; the gradients of "
         f"one site alone take {found['least']:.2f} s over that.",
@@ -26,5 +26,6 @@ def table(found: dict[str, Any]) -> list[str]:
     rows = []
     for name, each in found["seconds"].items():
         median = statistics.median(each)
-        rows.append([name, f"{median:.2f}", f"{median / found['least']:.2f}"])
+        seconds = f"{median:.2f} ({min(each):.2f} to {max(each):.2f})"
+        rows.append([name, seconds, f"{median / found['least']:.2f}"])
     return report.table("the ranks take hosts for | seconds of a step | × the bytes alone", rows)
