@@ -221,3 +221,51 @@ def test_hosts_on_a_long_link_are_two_sites() -> None:
     assert len({each.value[1] for each in found}) == 1
     once = calls * 4 * count  # bytes each way; some packets are lost when links open
     assert once < sent < 1.35 * once
+
+
+@pytest.mark.nightly
+@needs_long_link
+def test_a_step_of_ddp_at_two_sites_sends_each_gradient_between_them_once() -> None:
+    torch = pytest.importorskip("torch")
+    steps, width = 3, 1024
+    sites, ranks = 2, 4
+
+    def gradient(rank: int) -> Any:
+        return torch.full((width, width), float(rank + 1))
+
+    def body(rank: int, pipe: Any) -> Any:
+        os.environ["GRADWIRE_SECRET"] = "0123456789abcdef"
+        import gradwire.torch  # noqa: F401
+        import torch.distributed as dist
+
+        place = {"init_method": f"tcp://{two_sites.STORE}:{hosts.PORT}", "rank": rank}
+        dist.init_process_group("gradwire", **place, world_size=ranks)
+        model = torch.nn.Linear(width, width, bias=False)
+        trained = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+        pipe.send("made")
+        assert pipe.recv() == "step"
+        for _ in range(steps):
+            trained.zero_grad()
+            (trained(torch.eye(width)) * gradient(rank).T).sum().backward()
+        found = model.weight.grad
+        assert torch.equal(found, sum(map(gradient, range(ranks))) / ranks)
+        pipe.send("over")
+        assert pipe.recv() == "end"
+        dist.destroy_process_group()
+
+    with two_sites.two_sites(ranks // sites, 200, 60) as places, contextlib.ExitStack() as stack:
+        started = []
+        for number, place in enumerate(two_sites.hosts_of(places)):
+            started.append(Rank(place, lambda pipe, number=number: body(number, pipe)))
+            stack.callback(started[-1].close)
+        sent = []
+        for told, answer in (("made", "step"), ("over", "end")):
+            for each in started:
+                assert each.pipe.poll(hosts.LIMIT)
+                assert each.pipe.recv() == told
+            sent.append(two_sites.sent_between(places))
+            for each in started:
+                each.pipe.send(answer)
+        assert [each.outcome().error for each in started] == [None] * ranks
+    once = steps * 4 * width * width
+    assert once < sent[1] - sent[0] < 1.5 * once  # some packets are lost when windows open
