@@ -93,8 +93,7 @@ class Communicator {
   // Waits so many seconds for a failure, and throws it. No call needs to be under way.
   void check_failure(double seconds);
   // Closes a failed communicator and returns the control sockets that are still connected, of a
-  // peer one for each way. Behind
-  // this rank's failure they carry nothing more of this communicator.
+  // peer one for each way. Behind this rank's failure they carry nothing more of this communicator.
   std::vector<std::pair<Rank, transport::Released>> release_controls();
   // In a forked child, closes the descriptors, so that peers see the parent's end. Nothing else may
   // be called there, not even the destructor.
