@@ -161,7 +161,9 @@ def test_a_stopped_rank_is_a_timeout_that_names_it() -> None:
     with pytest.raises(gradwire.Timeout) as raised:
         step(ddp, 2)
     assert "It has not been heard of for" in str(raised.value)
+    store.set(f"seen by {dist.get_rank()}", "")
     if dist.get_rank() == 0:
+        store.wait(["seen by 2"])  # which would hear of rank 1 again
         os.kill(int(store.get("stopped")), signal.SIGCONT)
     assert type(state.error).__name__ == "Timeout"
     assert state.error.peer == 1
