@@ -35,7 +35,12 @@ from bench.libraries import between_hosts_report, peers_report
 from bench.libraries.peer_teams import GLOO as GLOO_LIBRARY
 from bench.libraries.peer_teams import GRADWIRE
 from bench.local_sgd import coming_and_going_report, losses_report, streaming_report
-from bench.network import long_link_report, relayed_report, two_interfaces_report
+from bench.network import (
+    long_link_report,
+    relayed_report,
+    two_interfaces_report,
+    two_sites_report,
+)
 from bench.serve import peers_report as serve_report
 from bench.torch_backend import beside_gloo_report, hybrid_report
 from bench.training import trace_cost
@@ -442,6 +447,12 @@ def long_links(results: Path) -> list[str]:
     return _of(path, long_link_report.table(_loaded(path)))
 
 
+def two_sites(results: Path) -> list[str]:
+    """A step of DDP at two sites, beside what its bytes take between them."""
+    path = newest(results, "two-sites-*.json")
+    return _of(path, two_sites_report.table(_loaded(path)))
+
+
 def two_interfaces(results: Path) -> list[str]:
     """One interface and two, between two ranks."""
     path = newest(results, "two-interfaces-*.json")
@@ -513,6 +524,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "between-hosts": between_hosts,
     "long-link": long_links,
     "two-interfaces": two_interfaces,
+    "two-sites": two_sites,
     "relayed": relayed,
     "trace-cost": traces,
     "metrics-cost": metrics,
