@@ -160,14 +160,21 @@ def prepared(way: str, group: dist.ProcessGroup | None = None) -> tuple[Training
     return its, its.forward(*batch(2))
 
 
+def train_on(its: Training, loss: torch.Tensor) -> None:
+    """Three steps: what a rank sent in its last one may suffice for another rank's first."""
+    for step in (3, 4, 5):
+        its.finish(loss)
+        loss = its.forward(*batch(step))
+
+
 def interrupt(way: str) -> tuple[str, int, float]:
-    """Rank 0 gets SIGINT while it waits for rank 1, which hears of it in its own step."""
+    """Rank 0 gets SIGINT while it waits for rank 1, which hears of it in one of its steps."""
     its, loss = prepared(way)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["interrupted"])
         with pytest.raises((gradwire.Aborted, gradwire.TransportError)) as heard:
-            its.finish(loss)
+            train_on(its, loss)
         return type(heard.value).__name__, heard.value.peer, 0.0
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     once_it_waits(lambda: os.kill(os.getpid(), signal.SIGALRM))
@@ -203,13 +210,8 @@ def terminate(way: str) -> int:
     process = int(store.get("process"))
     eventually(lambda: is_gone(process))
 
-    def train(loss: torch.Tensor) -> None:  # what the rank sent in its last step may suffice
-        for step in (3, 4):
-            its.finish(loss)
-            loss = its.forward(*batch(step))
-
     with pytest.raises(gradwire.TransportError) as raised:
-        train(loss)
+        train_on(its, loss)
     return raised.value.peer
 
 
