@@ -5,15 +5,14 @@
 #include <string>
 #include <vector>
 
+#include "codec_payloads.h"
 #include "codec_reference.h"
-#include "gradwire/base/error.h"
 #include "gradwire/codec/codec.h"
 
 namespace gradwire::codec {
 namespace codec_cast_test {
 
 using Halves = std::vector<std::uint16_t>;
-using Values = std::vector<float>;
 
 Bytes bytes_of(Halves& halves) { return std::as_writable_bytes(std::span(halves)); }
 
@@ -23,13 +22,13 @@ EncodeContext booking(float* error) {
   return context;
 }
 
-Halves encode(const Codec& codec, const Values& x, float* error = nullptr) {
+Halves halves_of(const Codec& codec, const Values& x, float* error = nullptr) {
   Halves out(x.size());
   EXPECT_EQ(codec.encode(x.data(), x.size(), booking(error), bytes_of(out)), 2 * x.size());
   return out;
 }
 
-Values decode(const Codec& codec, Halves in) {
+Values values_of(const Codec& codec, Halves in) {
   Values y(in.size());
   EXPECT_EQ(codec.decode(bytes_of(in), y.data(), y.size()).bytes, 2 * y.size());
   return y;
@@ -72,7 +71,7 @@ class Cast : public testing::TestWithParam<Case> {
 
 TEST_P(Cast, DecodesEveryPatternExactly) {
   const Halves all = every_pattern();
-  const Values y = decode(*codec_, all);
+  const Values y = values_of(*codec_, all);
   for (std::size_t h = 0; h < all.size(); ++h) {
     if (format().is_nan(h))
       ASSERT_TRUE(std::isnan(y[h])) << h;
@@ -83,7 +82,7 @@ TEST_P(Cast, DecodesEveryPatternExactly) {
 
 TEST_P(Cast, EncodingADecodedPatternGivesItBack) {
   const Halves all = every_pattern();
-  const Halves again = encode(*codec_, decode(*codec_, all));
+  const Halves again = halves_of(*codec_, values_of(*codec_, all));
   const std::uint64_t quiet = format().quiet_nan() & ~format().infinity();
   for (std::size_t h = 0; h < all.size(); ++h)
     ASSERT_EQ(again[h], format().is_nan(h) ? h | quiet : h);
@@ -98,7 +97,7 @@ TEST_P(Cast, RoundsEveryMidpointToEven) {
       midpoints.insert(midpoints.end(),
                        {std::nextafter(tie, 0.0F), tie, std::nextafter(tie, sign)});
     }
-  const Halves sent = encode(*codec_, midpoints);
+  const Halves sent = halves_of(*codec_, midpoints);
   for (std::size_t i = 0; i < midpoints.size(); ++i)
     ASSERT_EQ(sent[i], expected(midpoints[i])) << midpoints[i];
 }
@@ -106,7 +105,7 @@ TEST_P(Cast, RoundsEveryMidpointToEven) {
 TEST_P(Cast, EncodesLikeTheDefinition) {
   for (Data data : kAllData) {
     const Values x = samples(data);
-    const Halves sent = encode(*codec_, x);
+    const Halves sent = halves_of(*codec_, x);
     for (std::size_t i = 0; i < x.size(); ++i) {
       if (std::isnan(x[i]))
         ASSERT_TRUE(format().is_nan(sent[i])) << bits(x[i]);
@@ -120,7 +119,7 @@ TEST_P(Cast, FiniteSaturatesAndTheExcessIsBooked) {
   const float most = std::numeric_limits<float>::max();
   const Values x = {most, -most, largest(), INFINITY, -INFINITY, NAN};
   Values error(x.size(), 0.5F);
-  const Values y = decode(*codec_, encode(*codec_, x, error.data()));
+  const Values y = values_of(*codec_, halves_of(*codec_, x, error.data()));
   EXPECT_EQ(y[0], largest());
   EXPECT_EQ(y[1], -largest());
   EXPECT_EQ(y[2], largest());
@@ -137,15 +136,15 @@ TEST_P(Cast, DeliveredPlusErrorIsTheInput) {
     // Above 2^29 the excess over 65504 has more digits than float32.
     std::erase_if(x, [](float value) { return !(std::fabs(value) < 0x1p29F); });
     Values error(x.size());
-    const Values y = decode(*codec_, encode(*codec_, x, error.data()));
+    const Values y = values_of(*codec_, halves_of(*codec_, x, error.data()));
     for (std::size_t i = 0; i < x.size(); ++i)
       ASSERT_EQ(static_cast<double>(y[i]) + error[i], x[i]) << bits(x[i]);
   }
 }
 
 TEST_P(Cast, DecodeAddAddsInFloat32) {
-  Halves in = encode(*codec_, samples(Data::kNormal));
-  const Values decoded = decode(*codec_, in);
+  Halves in = halves_of(*codec_, samples(Data::kNormal));
+  const Values decoded = values_of(*codec_, in);
   Values y = samples(Data::kRandomBits);
   Values sum = y;
   EXPECT_EQ(codec_->decode_add(bytes_of(in), sum.data(), sum.size()).bytes, 2 * sum.size());
@@ -159,7 +158,7 @@ TEST_P(Cast, DecodeAddAddsInFloat32) {
 
 TEST_P(Cast, PayloadsFollowEachOtherAtAnyAlignment) {
   const Values x = samples(Data::kNormal);
-  const Halves whole = encode(*codec_, x);
+  const Halves whole = halves_of(*codec_, x);
   std::vector<std::byte> message(1 + 2 * x.size());
   std::size_t used = 1, done = 0;
   for (std::size_t n : {std::size_t{3}, std::size_t{0}, std::size_t{1000}, x.size() - 1003}) {
@@ -170,7 +169,7 @@ TEST_P(Cast, PayloadsFollowEachOtherAtAnyAlignment) {
   EXPECT_EQ(std::memcmp(message.data() + 1, whole.data(), 2 * x.size()), 0);
   Values y(3);
   EXPECT_EQ(codec_->decode(ConstBytes(message).subspan(1), y.data(), 3).bytes, 6U);
-  EXPECT_EQ(y, decode(*codec_, {whole.begin(), whole.begin() + 3}));
+  EXPECT_EQ(y, values_of(*codec_, {whole.begin(), whole.begin() + 3}));
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Cast,
@@ -179,9 +178,10 @@ INSTANTIATE_TEST_SUITE_P(All, Cast,
 
 TEST(ScaledFp16, KeepsSmallGradientsThatPlainFp16Loses) {
   const Values x = {0x1.8p-30F, -0x1.004p-40F, 0, 0x1p-126F};
-  EXPECT_EQ(decode(*make_codec("fp16"), encode(*make_codec("fp16"), x)), (Values{0, 0, 0, 0}));
+  EXPECT_EQ(values_of(*make_codec("fp16"), halves_of(*make_codec("fp16"), x)),
+            (Values{0, 0, 0, 0}));
   const auto scaled = make_codec("fp16:scale=1099511627776");  // 2^40
-  EXPECT_EQ(decode(*scaled, encode(*scaled, x)), (Values{0x1.8p-30F, -0x1.004p-40F, 0, 0}));
+  EXPECT_EQ(values_of(*scaled, halves_of(*scaled, x)), (Values{0x1.8p-30F, -0x1.004p-40F, 0, 0}));
 }
 
 TEST(ScaledFp16, SaturatesAtTheScaledLimitAndBooksTheRest) {
@@ -191,7 +191,7 @@ TEST(ScaledFp16, SaturatesAtTheScaledLimitAndBooksTheRest) {
         std::string(spec).find("1024") != std::string::npos ? 65504.0F / 1024 : 65504.0F * 1024;
     const Values x = {2 * limit, -2 * limit, std::numeric_limits<float>::max(), INFINITY, limit};
     Values error(x.size());
-    const Values y = decode(*codec, encode(*codec, x, error.data()));
+    const Values y = values_of(*codec, halves_of(*codec, x, error.data()));
     EXPECT_EQ(y, (Values{limit, -limit, limit, INFINITY, limit})) << spec;
     EXPECT_EQ(error, (Values{limit, -limit, x[2] - limit, 0, 0})) << spec;
   }
@@ -207,7 +207,7 @@ TEST(ScaledFp16, DeliveredPlusErrorIsTheInputAtTheExtremeScales) {
     std::erase_if(x, [&](float value) { return !(std::fabs(value) < limit); });
     ASSERT_GT(x.size(), 1000U);
     Values error(x.size());
-    const Values y = decode(*codec, encode(*codec, x, error.data()));
+    const Values y = values_of(*codec, halves_of(*codec, x, error.data()));
     for (std::size_t i = 0; i < x.size(); ++i)
       ASSERT_EQ(static_cast<double>(y[i]) + error[i], x[i]) << spec << " " << bits(x[i]);
   }
@@ -255,14 +255,7 @@ TEST(Registry, RefusalsSayWhatIsKnown) {
       {"fp16:scale=1e31", "power of two"},
       {"fp16:scale=2535301200456458802993406410752", "power of two"},  // 2^101
   };
-  for (const auto& [spec, expected] : cases) {
-    try {
-      make_codec(spec);
-      ADD_FAILURE() << spec << " was accepted";
-    } catch (const InvalidArgument& error) {
-      EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
-    }
-  }
+  for (const auto& [name, text] : cases) expect_refused(name, text);
 }
 
 }  // namespace codec_cast_test
