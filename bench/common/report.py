@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import statistics
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def origin(found: Found) -> str:
 def stamp(module: str, load: OtherLoad) -> dict[str, str]:
     """What `origin` tells of a measurement that ends now."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    command = " ".join([f"-m {module}", *sys.argv[1:]])
+    command = shlex.join(["-m", module, *sys.argv[1:]])
     date = now.strftime("%Y-%m-%d %H:%M UTC")
     return {"date": date, "machine": load.describe(), "command": command}
 

@@ -170,11 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--bytes", type=int, default=64 << 20)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    write("long-link", parser.parse_args(), measure, document)
+    write("long-link", parser, measure, document, bytes=64 << 20, turns=3, rounds=2)
 
 
 if __name__ == "__main__":

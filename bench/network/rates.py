@@ -1,10 +1,11 @@
-"""Rates of all_reduces between two hosts, measured in turns, and where they are written."""
+"""Rates of all_reduces between two hosts, and how what was measured is written."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,19 @@ def all_reduce_rates(comm: Any, size: int, turns: int, warm_up: int = 1) -> list
 
 def write(
     name: str,
-    options: argparse.Namespace,
+    parser: argparse.ArgumentParser,
     measured: Callable[[argparse.Namespace], dict[str, Any]],
     page: Callable[[dict[str, Any], str], str],
+    **defaults: float,
 ) -> None:
-    """Measures, and writes bench/results/NAME-DATE.json and .md."""
-    load = OtherLoad()
+    """Measures on the command line's options, and writes bench/results/NAME-DATE.json and .md.
+
+    `defaults` are those of further options, by name.
+    """
+    for option, default in defaults.items():
+        parser.add_argument(f"--{option}", type=type(default), default=default)
+    parser.add_argument("--output", type=Path, help="without suffix")
+    options, load = parser.parse_args(), OtherLoad()
     found = measured(options)
     stamp = report.stamp(f"bench.network.{name.replace('-', '_')}", load)
     report.write(options.output, name, {**stamp, **found}, page)

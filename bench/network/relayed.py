@@ -65,12 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--bytes", type=int, default=16 << 20)
-    parser.add_argument("--mbit", type=float, default=200)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    write("relayed", parser.parse_args(), measure, document)
+    write("relayed", parser, measure, document, bytes=16 << 20, mbit=200.0, turns=5, rounds=3)
 
 
 if __name__ == "__main__":

@@ -146,12 +146,8 @@ def main() -> None:
     """Measures on the command line's options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=int, default=4, help="of each site")
-    parser.add_argument("--parameters", type=int, default=24 << 20)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--output", type=Path)
-    write("two-sites", parser.parse_args(), measure, document)
+    write("two-sites", parser, measure, document, parameters=24 << 20, steps=3, rounds=3)
 
 
 if __name__ == "__main__":
