@@ -7,9 +7,9 @@ import datetime
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
