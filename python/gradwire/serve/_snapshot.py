@@ -1,22 +1,26 @@
 """Snapshots of shards: a file for each, which replaces the older one only when it is complete.
 
-    8 bytes   "GWSHARD1"
+    8 bytes   "GWSHARD2"
     8 bytes   length of what follows, little-endian
     JSON      table, shard, version, starts, names and lengths of the slots, number of frames
     uint64    updates of each frame
-    float32   each slot's values
+    parts     each slot's values, 2**20 at a time: length (4 bytes), payload of codec lossless
     4 bytes   CRC-32 of everything before
 
+"GWSHARD1", of older files, has plain float32 in place of parts, and is read as well.
 Snapshots of several shards are of different moments, as in Dean et al. 2012.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -25,12 +29,18 @@ from numpy.typing import NDArray
 
 from gradwire import _core
 from gradwire._errors import InvalidArgument, describe
+from gradwire.codec import Lossless
 from gradwire.serve._histories import History, parse
 
-_MAGIC = b"GWSHARD1"
+_PLAIN, _MAGIC = b"GWSHARD1", b"GWSHARD2"
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
+_PART = struct.Struct("<I")
+_PART_VALUES = 1 << 20
+_MOST_PER_BYTE = 64  # values: a block of 128 has 2 bytes at least
 _READ_BYTES = 1 << 20
+
+_BROKEN = (InvalidArgument, ValueError, KeyError, TypeError, AttributeError, struct.error)
 
 _Number = TypeVar("_Number", np.uint64, np.float32)
 
@@ -73,8 +83,8 @@ def write(path: Path, state: ShardState) -> None:
             checksum = 0
             begin = _MAGIC + _LENGTH.pack(len(head)) + head
             steps = np.array(state.steps, np.uint64)
-            parts: list[bytes | memoryview] = [begin, steps.tobytes()]
-            for part in (*parts, *map(_bytes, state.slots.values())):
+            packed = itertools.chain.from_iterable(map(_packed, state.slots.values()))
+            for part in itertools.chain((begin, steps.tobytes()), packed):
                 file.write(part)
                 checksum = zlib.crc32(part, checksum)
             file.write(_CHECKSUM.pack(checksum))
@@ -93,13 +103,14 @@ def read(path: Path) -> ShardState:
     state, problem = None, ""
     with path.open("rb") as file:
         reader = _Reader(file)
-        if reader.left < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
+        magic = reader.take(len(_MAGIC)) if reader.left >= len(_MAGIC) else b""
+        if magic not in (_PLAIN, _MAGIC):
             raise InvalidArgument(f"{path} is no snapshot of a shard")
         try:
-            state = _unpack(reader)
+            state = _unpack(reader, packed=magic == _MAGIC)
         except RecursionError:
             problem = "its description is nested too deeply"
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except _BROKEN as error:
             problem = describe(error)
         if not reader.check():
             raise InvalidArgument(
@@ -133,6 +144,16 @@ class _Reader:
         self._checksum = zlib.crc32(_bytes(values), self._checksum)
         return values
 
+    def packed(self, count: int) -> NDArray[np.float32]:
+        """The next values, of packed parts."""
+        if count > self.left * _MOST_PER_BYTE:
+            raise ValueError(f"{count} values are announced, and {self.left} bytes are left")
+        values = np.empty(count, np.float32)
+        for part in _parts(values):
+            (length,) = _PART.unpack(self.take(_PART.size))
+            part[:] = Lossless().decode(self.take(length), len(part))
+        return values
+
     def check(self) -> bool:
         """Whether the file ends with the checksum of all before; reads what is left."""
         while part := self._file.read(min(self.left, _READ_BYTES)) if self.left > 0 else b"":
@@ -146,7 +167,7 @@ class _Reader:
         self.left -= size
 
 
-def _unpack(reader: _Reader) -> ShardState:
+def _unpack(reader: _Reader, *, packed: bool) -> ShardState:
     (length,) = _LENGTH.unpack(reader.take(_LENGTH.size))
     about: dict[str, Any] = json.loads(reader.take(length))
     history = parse(about.get("starts", ()))  # older files have none
@@ -156,7 +177,8 @@ def _unpack(reader: _Reader) -> ShardState:
         raise ValueError("its table is no text, its shard no number of one, or it has no values")
     steps = reader.array(np.uint64, frames)
     sizes = {name: _number(size) for name, size in about["slots"].items()}
-    slots = {name: reader.array(np.float32, size) for name, size in sizes.items()}
+    values = reader.packed if packed else functools.partial(reader.array, np.float32)
+    slots = {name: values(size) for name, size in sizes.items()}
     if reader.left:
         raise ValueError(f"{reader.left} bytes too many")
     return ShardState(table, shard, version, steps.tolist(), slots, history)
@@ -171,6 +193,18 @@ def _number(given: object) -> int:
 
 def _open_new(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def _parts(values: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    for first in range(0, len(values), _PART_VALUES):
+        yield values[first : first + _PART_VALUES]
+
+
+def _packed(values: NDArray[np.float32]) -> Iterator[bytes | memoryview]:
+    for part in _parts(values):
+        payload = Lossless().encode(part)
+        yield _PART.pack(len(payload))
+        yield _bytes(payload)
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:

@@ -62,6 +62,52 @@ def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.slots[name], values)
 
 
+@pytest.mark.parametrize("size", [0, 1, 2**20, 2**20 + 1])
+@pytest.mark.parametrize("kind", ["any bits", "zeros", "weights"])
+def test_packed_values_keep_their_bits(tmp_path: Path, size: int, kind: str) -> None:
+    random, path = np.random.default_rng(size), tmp_path / "shard"
+    values = {
+        "any bits": random.integers(0, 2**32, size, np.uint32).view(np.float32),
+        "zeros": np.zeros(size, np.float32),
+        "weights": random.standard_normal(size, np.float32),
+    }[kind]
+    _snapshot.write(path, _snapshot.ShardState("t", 0, 1, [1], {"w": values}))
+    assert _snapshot.read(path).slots["w"].tobytes() == values.tobytes()
+    most = {"any bits": 1.01, "zeros": 0.01, "weights": 0.87}[kind]
+    assert path.stat().st_size <= 4 * most * size + 200
+
+
+def test_an_older_snapshot_of_plain_values_is_read(tmp_path: Path) -> None:
+    values = np.arange(23, dtype=np.float32)
+    body = np.ones(1, np.uint64).tobytes() + values.tobytes()
+    snapshot_with(tmp_path / "shard", head_with(), body, magic=b"GWSHARD1")
+    np.testing.assert_array_equal(_snapshot.read(tmp_path / "shard").slots["w"], values)
+
+
+@pytest.mark.parametrize("cut", [*range(0, 20, 3), -1, 1])
+def test_packed_values_that_do_not_fit_are_refused(tmp_path: Path, cut: int) -> None:
+    """Their checksum does: lengths, and what the codec reads, are checked."""
+    payload = gradwire.codec.Lossless().encode(np.arange(23, dtype=np.float32)).tobytes()
+    whole = struct.pack("<I", len(payload)) + payload
+    body = whole[:cut] if cut != 1 else whole + b"\0"
+    path = tmp_path / "shard"
+    snapshot_with(path, head_with(), bytes(8) + body)
+    with pytest.raises(gradwire.InvalidArgument, match=f"{path} is a snapshot of another version"):
+        _snapshot.read(path)
+    snapshot_with(path, head_with(), bytes(8) + whole)
+    assert _snapshot.read(path).slots["w"].tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("length", [0, 5, 2**32 - 1])
+@pytest.mark.parametrize("size", [1, 22, 24, 1000, 2**40, 2**62])
+def test_hostile_lengths_are_refused(tmp_path: Path, size: int, length: int) -> None:
+    path = tmp_path / "shard"
+    body = bytes(8) + struct.pack("<I", length) + b"\xff" * 90
+    snapshot_with(path, head_with(slots={"w": size}), body)
+    with pytest.raises(gradwire.InvalidArgument, match=f"{path} is a snapshot of another version"):
+        _snapshot.read(path)
+
+
 @pytest.mark.parametrize(
     ("text", "begin", "end"),
     [("no snapshot", 0, 0), ("no snapshot", 0, 9), ("damaged", 0, -1), ("damaged", 0, 40)],
@@ -74,8 +120,13 @@ def test_parts_of_a_snapshot_are_refused(tmp_path: Path, text: str, begin: int, 
         _snapshot.read(path)
 
 
-def snapshot_with(path: Path, head: bytes, body: bytes = bytes(100)) -> None:
-    whole = b"GWSHARD1" + struct.pack("<Q", len(head)) + head + body
+PACKED = bytes(8) + b"\x02\0\0\0" + b"\x70\0"  # an update number, and a block of zeros
+
+
+def snapshot_with(
+    path: Path, head: bytes, body: bytes = PACKED, magic: bytes = b"GWSHARD2"
+) -> None:
+    whole = magic + struct.pack("<Q", len(head)) + head + body
     path.write_bytes(whole + struct.pack("<I", zlib.crc32(whole)))
 
 
