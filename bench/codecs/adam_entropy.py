@@ -3,12 +3,12 @@
     python -m bench.codecs.adam_entropy
 
 The states are those of `bench.codecs.lossless`. Codes are perfect and tables free, so real coders
-need more. Prints the table; it takes half a minute.
+need more. Writes bench/results/adam-entropy-DATE.md; it takes minutes.
 """
 
 from __future__ import annotations
 
-import sys
+import datetime
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bench.codecs.lossless import Training
 from bench.common import report
+from bench.common.machine import describe
 
 _Whole = NDArray[np.int64]
 _SIGNS = (1, 1, 0)  # bits: exp_avg_sq needs none
@@ -98,7 +99,7 @@ def tries(states: list[State]) -> Iterator[tuple[str, list[float]]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Writes the table."""
     trained = Training()
     parameters = list(trained.model.parameters())
     kept = [trained.optimizer.state[each] for each in parameters]
@@ -111,7 +112,12 @@ def main() -> None:
         shown = " | ".join(f"{each:.2f}" for each in per)
         rows.append(f"{what} | {shown} | {100 * share:.1f} %")
     head = "exponents by | parameters, bits | exp_avg | exp_avg_sq | bytes of all"
-    sys.stdout.write("\n".join(report.table(head, rows, "lrrrr")) + "\n")
+    stem = report.stem_of(None, "adam-entropy")
+    about = f"{datetime.date.today()}; {describe()}; `python -m bench.codecs.adam_entropy`."
+    title = f"# {stem.name}: entropy of Adam's float32 states"
+    report.save(
+        stem, None, "\n".join([title, "", about, "", *report.table(head, rows, "lrrrr"), ""])
+    )
 
 
 if __name__ == "__main__":
