@@ -1,6 +1,6 @@
 """How full gradwire's all_reduce makes a long link, beside plain TCP streams, in turns.
 
-    make test-cpp && sudo .venv/bin/python -m bench.network.long_link     # 3 minutes
+    make test-cpp && sudo .venv/bin/python -m bench.network.long_link     # 8 minutes
 
 Two namespaces are joined by long_link.cc, with a rate, a delay and a loss. Mbit/s are payload each
 way: an all_reduce of two ranks moves all bytes of the array in both directions.
@@ -33,6 +33,7 @@ PROGRAM = Path(__file__).parents[2] / "build" / "release" / "bench_long_link"
 ADDRESSES = "10.99.0.1", "10.99.0.2"
 PORT = 29500
 PLAIN = (1, 4, 8)  # streams
+WARM_UP = 3  # turns in which windows open
 SETTINGS = ("1", "auto")  # of GRADWIRE_TCP_STREAMS
 # Mbit/s, round trip in ms, loss.
 LINKS = ((1000, 80, 0.0), (1000, 80, 0.001), (200, 60, 0.0), (1000, 0.1, 0.0))
@@ -95,7 +96,7 @@ def all_reduces(
         os.environ["GRADWIRE_TCP_STREAMS"] = setting
         store, secret = f"tcp://{ADDRESSES[0]}:{PORT}", "0123456789abcdef"
         with gradwire.init(rank=rank, ranks=2, store=store, secret=secret) as comm:
-            return all_reduce_rates(comm, size, turns)  # the first one opens the windows
+            return all_reduce_rates(comm, size, turns, WARM_UP)
 
     return list(values(sites, body)[0])
 
@@ -118,7 +119,7 @@ def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int
         with contextlib.ExitStack() as stack:
             socks = [stack.enter_context(each) for each in connected(rank, streams)]
             data, found = memoryview(bytes(part)), []
-            for _ in range(1 + turns):
+            for _ in range(WARM_UP + turns):
                 socks[0].sendall(b"x")  # neither begins before the other is there
                 assert socks[0].recv(1)
                 start = time.perf_counter()
@@ -128,7 +129,7 @@ def plain(sites: list[namespaces.Namespace], streams: int, size: int, turns: int
                 for each in movers:
                     each.join()
                 found.append(size * 8e-6 / (time.perf_counter() - start))
-            return found[1:]
+            return found[WARM_UP:]
 
     return list(values(sites, body)[0])
 

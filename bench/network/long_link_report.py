@@ -14,7 +14,7 @@ def document(found: dict[str, Any], stem: str) -> str:
         "A long link",
         f"{report.origin(found)} {stem}.json. Median Mbit/s each way of "
         f"{report.size(found['bytes'])} between two ranks: gradwire by GRADWIRE_TCP_STREAMS, plain "
-        "TCP by the number of streams.",
+        "TCP by the number of streams; three turns before them open the windows.",
         table(found),
     )
 
