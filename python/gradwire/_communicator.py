@@ -15,7 +15,7 @@ from gradwire._base.arguments import seconds, whole
 from gradwire._base.deadline import Deadline
 from gradwire._base.texts import encodable
 from gradwire._bootstrap.agreed_model import host_set
-from gradwire._bootstrap.build_core import build_core
+from gradwire._bootstrap.core.build_core import build_core
 from gradwire._bootstrap.groups import split as _split
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._calls import gpus

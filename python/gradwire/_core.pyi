@@ -246,8 +246,14 @@ class Ways:
 
     def __init__(self, count: int, /) -> None: ...
     def next(self) -> tuple[int, bool, str] | None: ...  # a way; whether it works; why not
+    def ended(self) -> list[int]: ...  # ways of which a socket has ended
+    def generation(self, way: int, /) -> int: ...  # how often it was made anew
+    # Hands over all sockets of a way, each with its keys and its part: 0 for control, or 1 + lane.
+    def renew(
+        self, way: int, generation: int, sockets: Sequence[tuple[int, Seal | None, int]], /
+    ) -> None: ...
     @property
-    def in_use(self) -> bool: ...  # by links
+    def in_use(self) -> bool: ...  # by links, to a peer that is not gone
 
 class TransportContext:
     """What the links of one transport share in this process, such as open RDMA devices."""
@@ -461,7 +467,7 @@ class Communicator:
 
     # File descriptors are taken over. In ascending order of peers; releases the GIL.
     def adopt_control(
-        self, fd: int, seal: Seal | None, peer: int, /, ways: Ways | None = None
+        self, fd: int, seal: Seal | None, peer: int, /, ways: Ways | None = None, way: int = 0
     ) -> None: ...
     def adopt_link(
         self,

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwire import _core
-from gradwire._bootstrap.build_core import Groups, build_core
+from gradwire._bootstrap.core.build_core import Groups, build_core
 from gradwire._bootstrap.join_listener import JoinListener
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.resize import (

@@ -33,6 +33,9 @@ exec::Lane parse_lane(const std::string& name) {
   throw InvalidArgument("'" + name + "' is no lane: collective, p2p");
 }
 
+// Which sockets of a way that is made anew are a lane's.
+int part_of(exec::Lane lane) { return transport::kControlPart + 1 + static_cast<int>(lane); }
+
 OwnedRequest make_request(const std::string& collective, const std::string& dtype,
                           const std::string& op, Rank root, const OwnedRequest::Addresses& inputs,
                           const OwnedRequest::Addresses& outputs, std::string algorithm,
@@ -48,9 +51,10 @@ OwnedRequest make_request(const std::string& collective, const std::string& dtyp
 
 // Takes over the descriptor, even if a later line throws.
 void adopt_control(CommunicatorHandle& self, int fd, shared_ptr<crypto::Seal> seal, Rank peer,
-                   shared_ptr<transport::Ways> ways) {
+                   shared_ptr<transport::Ways> ways, int way) {
   transport::Connection connection(UniqueFd(fd), std::move(seal));
   connection.ways = std::move(ways);
+  connection.way = way;
   self.get().adopt_control(std::move(connection), peer);
 }
 
@@ -64,6 +68,7 @@ void adopt_link(CommunicatorHandle& self, const std::string& lane, const std::st
   if (ways && roles.size() != all.size()) throw InvalidArgument("each socket belongs to a way");
   for (std::size_t i = 0; ways && i < all.size(); ++i) {
     all[i].ways = ways;
+    all[i].part = part_of(parse_lane(lane));
     std::tie(all[i].way, all[i].acknowledges) = roles[i];
     if (all[i].way < 0 || all[i].way >= ways->count()) throw InvalidArgument("no such way");
   }
@@ -186,7 +191,7 @@ void bind_set_up(CommunicatorClass& c) {
         py::arg("job_ranks") = std::vector<Rank>{}, py::arg("stop_request") = nullptr,
         py::arg("progress") = nullptr)
       .def("adopt_control", &adopt_control, WithoutLock(), py::arg(), py::arg(), py::arg(),
-           py::arg("ways") = nullptr)
+           py::arg("ways") = nullptr, py::arg("way") = 0)
       .def("adopt_link", &adopt_link, WithoutLock(), py::arg(), py::arg(), py::arg(), py::arg(),
            py::arg(), py::arg("ways") = nullptr,
            py::arg("roles") = std::vector<std::pair<int, bool>>())

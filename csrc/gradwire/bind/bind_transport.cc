@@ -42,6 +42,14 @@ auto open(const std::string& name, const transport::Settings& settings) {
   return std::pair(std::move(opened.context), std::move(opened.why_not));
 }
 
+// Takes over the descriptors, even if a later line throws.
+void renew(Ways& self, int way, std::uint32_t generation,
+           const std::vector<std::tuple<int, std::shared_ptr<crypto::Seal>, int>>& sockets) {
+  std::vector<transport::Connection> all;
+  for (const auto& [fd, seal, part] : sockets) all.emplace_back(UniqueFd(fd), seal).part = part;
+  self.renew(way, generation, std::move(all));
+}
+
 }  // namespace
 
 void bind_transport(py::module_& m) {
@@ -53,9 +61,13 @@ void bind_transport(py::module_& m) {
              if (!news) return std::nullopt;
              return std::tuple(news->way, news->works, news->why);
            })
+      .def("ended", &Ways::ended)
+      .def("generation", &Ways::generation)
+      .def("renew", &renew)
       // Two are the object's own pointer and the argument.
-      .def_property_readonly(
-          "in_use", [](const std::shared_ptr<Ways>& self) { return self.use_count() > 2; });
+      .def_property_readonly("in_use", [](const std::shared_ptr<Ways>& self) {
+        return self.use_count() > 2 && !self->finished();
+      });
   py::class_<TransportContext, std::shared_ptr<TransportContext>>(m, "TransportContext")
       .def("describe", &TransportContext::describe)
       .def("networks", &TransportContext::networks);

@@ -2,6 +2,7 @@
 // and further ones, by which tcp, alone, moves more at a time over a long way.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -34,7 +35,9 @@ struct Connection {
   // Where a pair of ranks has several ways; the same object for all of their sockets.
   std::shared_ptr<Ways> ways;
   int way = 0;
-  bool acknowledges = false;  // carries acknowledgements and no messages
+  std::uint32_t generation = 0;  // how often the way had been made anew before
+  int part = 0;                  // whose socket it is: kControlPart, or 1 + the link's lane
+  bool acknowledges = false;     // carries acknowledgements and no messages
 
   Connection() = default;
   Connection(UniqueFd owned, std::shared_ptr<crypto::Seal> keys = {})

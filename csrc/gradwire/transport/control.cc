@@ -14,6 +14,7 @@
 #include "gradwire/base/error.h"
 #include "gradwire/transport/socket.h"
 #include "gradwire/transport/ways/tcp_silence.h"
+#include "gradwire/transport/ways/ways.h"
 
 namespace gradwire::transport {
 namespace {
@@ -101,6 +102,7 @@ std::optional<ControlEvent> Control::end_silent() {
     const auto& lines = links_[peer].lines;
     const bool here = !lines.empty() && !links_[peer].released;
     if (!here || lines.front().connection.ways == nullptr) continue;
+    take_new_ways(static_cast<Rank>(peer));
     if (std::ranges::all_of(lines, [](const Line& line) {
           const auto found = silence_of(line.socket());
           return found && found->seconds > seconds_to_dead(line.socket());
@@ -108,6 +110,28 @@ std::optional<ControlEvent> Control::end_silent() {
       return end(static_cast<Rank>(peer), system_message(meaning_of(ETIMEDOUT), ETIMEDOUT));
   }
   return std::nullopt;
+}
+
+// The way's last socket stays: frames may be on it alone. An older one goes.
+void Control::take_new_ways(Rank peer) {
+  auto& lines = link_to(peer).lines;
+  const std::shared_ptr<Ways> ways = lines.front().connection.ways;
+  for (int way = 0; way < ways->count(); ++way) {
+    std::vector<Connection> made = ways->take(way, kControlPart);
+    if (made.size() != 1) continue;
+    const auto of_way = [way](const Line& line) { return line.connection.way == way; };
+    if (std::ranges::count_if(lines, of_way) > 1) {
+      const auto oldest = std::ranges::find_if(lines, of_way);
+      unwatch(epoll_.get(), oldest->socket());
+      lines.erase(oldest);
+    }
+    made.front().ways = ways;
+    try {
+      adopt(std::move(made.front()), peer);
+    } catch (const Error&) {
+      ways->end(way, ways->generation(way));
+    }
+  }
 }
 
 bool Control::send(Rank peer, ControlFrame frame) noexcept {
@@ -229,6 +253,8 @@ std::optional<ControlEvent> Control::read(Rank peer, Line& line) {
 std::optional<ControlEvent> Control::end_line(Rank peer, Line& line, const std::string& reason) {
   auto& lines = link_to(peer).lines;
   if (lines.size() == 1) return end(peer, reason);
+  const Connection& of = line.connection;
+  if (of.ways != nullptr) of.ways->end(of.way, of.generation);
   unwatch(epoll_.get(), line.socket());
   lines.erase(lines.begin() + (&line - lines.data()));
   return std::nullopt;
@@ -298,6 +324,8 @@ std::vector<Released> Control::release(Rank peer, double timeout) {
 std::optional<ControlEvent> Control::end(Rank peer, const std::string& reason) {
   ControlLink& link = link_to(peer);
   for (const Line& line : link.lines) unwatch(epoll_.get(), line.socket());
+  if (!link.lines.empty() && link.lines.front().connection.ways != nullptr)
+    link.lines.front().connection.ways->finish();
   ++ended_;
   if (!link.released) link.lines.clear();
   if (link.bye) return std::nullopt;

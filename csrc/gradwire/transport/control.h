@@ -163,6 +163,7 @@ class Control final : public Bells {
   static bool put_frame(Line& line, const ControlFrame& frame);
   static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
   void watch_silence();
+  void take_new_ways(Rank peer);
   std::optional<ControlEvent> end_silent();
   static std::string open(Line& line, std::string_view arrived);
   std::optional<ControlEvent> read(Rank peer);

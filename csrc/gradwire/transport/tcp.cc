@@ -73,8 +73,12 @@ class TcpTransport final : public QueuedTransport {
 
   void connect(Rank peer, const WaitLimit& wait_limit) override;
   void add_stream(const Connection& from, Rank peer, bool several);
+  TcpStream make_stream(const Connection& from, Rank peer, bool several);
   void add_way(const Connection& from, Rank peer);
   void watch_streams();
+  void take_new_ways(Rank peer);
+  void renew_way(Rank peer, int way, std::vector<Connection> sockets);
+  void renew_socket(Connection& old, Connection made, Rank peer);
   std::size_t unsent(Rank peer) const override;
   std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
   void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
@@ -160,18 +164,67 @@ void TcpTransport::add_way(const Connection& from, Rank peer) {
 }
 
 void TcpTransport::add_stream(const Connection& from, Rank peer, bool several) {
+  link_to(peer).streams.push_back(make_stream(from, peer, several));
+}
+
+TcpTransport::TcpStream TcpTransport::make_stream(const Connection& from, Rank peer, bool several) {
   const Stream wire = from.stream();
   set_no_delay(wire.socket);
   if (link_to(peer).ways != nullptr)  // not of a Unix socket, in tests
     ::setsockopt(wire.socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostNotSent, sizeof kMostNotSent);
-  traffic_->add(wire.socket);
-  TcpStream& stream = link_to(peer).streams.emplace_back();
+  TcpStream stream;
   stream.wire = wire;
   stream.way = from.way;
-  if (link_to(peer).ways != nullptr) link_to(peer).ways->add_data(wire.socket, from.way);
   stream.inbox = Inbox(max_message(), wire.seal);
   if (wire.seal != nullptr || several) stream.copy = frame_buffer(max_message());
   watch_descriptor(wire.socket, EPOLLIN | EPOLLOUT | EPOLLET, peer);
+  traffic_->add(wire.socket);
+  if (link_to(peer).ways != nullptr) link_to(peer).ways->add_data(wire.socket, from.way);
+  return stream;
+}
+
+// Not while the message that is shown lies in a stream's buffer.
+void TcpTransport::take_new_ways(Rank peer) {
+  const TcpLink& link = link_to(peer);
+  const Connection& first = connection(peer);
+  for (int way = 0; way < first.ways->count(); ++way) {
+    if (link.front != nullptr && link.front->way == way) continue;
+    if (auto made = first.ways->take(way, first.part); !made.empty())
+      renew_way(peer, way, std::move(made));
+  }
+}
+
+// What the old sockets have and was not read, the peer sends again: it makes the way anew, too.
+void TcpTransport::renew_way(Rank peer, int way, std::vector<Connection> sockets) {
+  std::vector<Connection*> old;
+  Connection& first = connection(peer);
+  if (first.way == way) old.push_back(&first);
+  for (Connection& each : first.more)
+    if (each.way == way) old.push_back(&each);
+  if (old.size() != sockets.size()) return;
+  TcpWays& ways = *link_to(peer).ways;
+  try {
+    ways.renew(way, sockets.front().generation);
+    for (std::size_t i = 0; i < old.size(); ++i) renew_socket(*old[i], std::move(sockets[i]), peer);
+    acknowledge(peer, /*missing=*/false);  // which says that the old sockets have ended
+  } catch (const Error& error) {
+    ways.leave_out(way, TcpWays::State::kEnded, error.what());
+  }
+}
+
+void TcpTransport::renew_socket(Connection& old, Connection made, Rank peer) {
+  made.acknowledges = old.acknowledges;
+  TcpLink& link = link_to(peer);
+  if (made.acknowledges) {
+    add_way(made, peer);
+  } else {
+    TcpStream stream = make_stream(made, peer, true);
+    const auto same = [&](const TcpStream& each) { return each.wire.socket == old.socket.get(); };
+    *std::ranges::find_if(link.streams, same) = std::move(stream);
+    traffic_->remove(old.socket.get());
+  }
+  old.socket = std::move(made.socket);  // which closes the old one
+  old.seal = std::move(made.seal);
 }
 
 std::size_t TcpTransport::unsent(Rank peer) const {
@@ -305,6 +358,7 @@ void TcpTransport::finish_frame(TcpStream& stream) noexcept {
 // What the peer sent before may still be here: only arrived() ends the receiving side.
 void TcpTransport::drop_unsent(Rank peer, const std::string& reason) {
   for (TcpStream& stream : link_to(peer).streams) finish_frame(stream);
+  if (connection(peer).ways != nullptr) connection(peer).ways->finish();
   drop_outbox(peer, reason);
 }
 
@@ -328,7 +382,7 @@ std::optional<ConstBytes> TcpTransport::arrived(Rank peer) {
 
 void TcpTransport::consume(Rank peer) {
   TcpLink& link = link_to(peer);
-  if (link.front != nullptr) link.front->inbox.pop();
+  if (TcpStream* shown = std::exchange(link.front, nullptr)) shown->inbox.pop();
   if (link.ways != nullptr) {
     link.ways->consume();
     if (link.ways->owes()) acknowledge(peer, /*missing=*/false);
@@ -481,6 +535,7 @@ void TcpTransport::end_if_swallowed(Rank peer, Clock::time_point now) {
 // A way is stalled when its peer acknowledges nothing and says nothing: a process that pauses may
 // have no room for what was sent, but its kernel answers.
 void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
+  take_new_ways(peer);
   TcpLink& link = link_to(peer);
   TcpWays& ways = *link.ways;
   const double limit = seconds_to_dead(link.streams.front().wire.socket);

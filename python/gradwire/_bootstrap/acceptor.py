@@ -110,11 +110,20 @@ class Acceptor:
         with self._changed:
             return dict(self._accepted)
 
-    def close(self) -> Sockets:
-        """Stops listening; returns the sockets that were accepted and not returned before."""
+    def release(self) -> tuple[socket.socket, ...]:
+        """Stops accepting; returns the listeners where a peer has ways that it may make anew."""
+        self._end_thread()
+        renews = any(number >= MOST_STREAMS for *_, number in self._accepted)
+        return self._authenticator.release() if renews else ()
+
+    def _end_thread(self) -> None:
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
+
+    def close(self) -> Sockets:
+        """Stops listening; returns the sockets that were accepted and not returned before."""
+        self._end_thread()
         self._authenticator.close()
         accepted, self._accepted = self._accepted, {}
         return accepted

@@ -178,6 +178,12 @@ class Authenticator:
         for listener in self._listeners:
             listener.close()
 
+    def release(self) -> tuple[socket.socket, ...]:
+        """Closes it, but for its listeners, which it returns."""
+        released, self._listeners = self._listeners, ()
+        self.close()
+        return released
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, address, received = _accepted(listener)

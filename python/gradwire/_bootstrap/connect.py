@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gradwire._base import environment
@@ -23,7 +24,7 @@ from gradwire._base.environment import MOST_STREAMS
 from gradwire._base.shortage import describe_shortage
 from gradwire._base.threads import AuthenticatingThread
 from gradwire._bootstrap import endpoints, relay
-from gradwire._bootstrap.acceptor import LANES, PURPOSES, Acceptor, Sockets, sockets_of_ways
+from gradwire._bootstrap.acceptor import PURPOSES, Acceptor, Sockets, sockets_of_ways
 from gradwire._bootstrap.endpoints import listen, open_socket, open_way, require_route
 from gradwire._bootstrap.handshake import (
     HandshakeError,
@@ -35,24 +36,23 @@ from gradwire._bootstrap.handshake import (
 from gradwire._bootstrap.mesh import (
     NOWHERE,
     AddressInfo,
+    Dial,
     Job,
-    Link,
     Mesh,
     Peer,
     RelayPlace,
-    WaySocket,
     choose_relay,
     choose_transport,
     unpack_address_info,
 )
+from gradwire._bootstrap.peer_sockets import further_ways, peer_of
 from gradwire._errors import Error, RendezvousError
 from gradwire._host.encryption import can_be_sealed, tell_unsealed
 from gradwire._host.identity import host_identity
 from gradwire._host.interfaces import LOOPBACK, Choice, Interface, ways_between
-from gradwire._host.keepalive import outlive_outages
 from gradwire._host.streams import further_streams
 from gradwire._host.transport_kinds import DEFAULTS, KINDS
-from gradwire._host.ways import TriedWays, name_of_way
+from gradwire._host.ways import TriedWays
 
 # An all_gather of bytes by any means: all ranks' in rank order, on every rank, by the deadline.
 Exchange = Callable[[bytes, Deadline], Sequence[bytes]]
@@ -153,6 +153,7 @@ class _Attempt:
         for peer in mine:
             self._connect_all(peer, self._transports[peer])
         self._await_higher()
+        self._mesh.listeners = self._acceptor.release()
         accepted = self._acceptor.close()
         self._sockets |= accepted
         for peer, purpose, number in accepted:
@@ -169,6 +170,8 @@ class _Attempt:
         self._end_registration()
         for sock in (self._sockets | self._acceptor.close()).values():
             sock.close()
+        for listener in self._mesh.listeners:
+            listener.close()
 
     def _is_mine(self, peer: int) -> bool:
         """Whether this rank connects: the higher one does, unless only the lower one can."""
@@ -530,45 +533,19 @@ class _Attempt:
             )
 
     def _peer(self, peer: int, transport: str) -> Peer:
-        links = {
-            lane: Link(transport, self._sockets[peer, purpose, 0])
-            for lane, purpose in LANES.items()
-        }
-        links["collective"] = links["collective"]._replace(streams=self._streams(peer, 0))
         same_host = self._addresses[peer].host == self._own.host
-        made = Peer(same_host, self._sockets[peer, Purpose.CONTROL, 0], links)
-        mine = self._ways_made(peer)
-        if mine:
-            self._add_ways(made, peer, mine)
+        made = peer_of(self._sockets, peer, transport, same_host=same_host)
+        if made.ways and peer in self._ways:  # this rank has connected
+            made.dials = self._dials(peer)
         return made
 
-    def _ways_made(self, peer: int) -> list[int]:
-        """The further ways to a peer, as the rank has announced them that connected."""
-        keys = (key for key in self._sockets if key[:2] == (peer, Purpose.P2P))
-        return sorted(number // MOST_STREAMS for *_, number in keys if number)
-
-    def _streams(self, peer: int, way: int) -> tuple[socket.socket, ...]:
-        mine = [key for key in sorted(self._sockets) if key[:2] == (peer, Purpose.STREAM)]
-        return tuple(self._sockets[key] for key in mine if key[2] // MOST_STREAMS == way)
-
-    def _add_ways(self, made: Peer, peer: int, ways: list[int]) -> None:
-        """Adds the sockets of further ways, which are numbered anew from 1."""
-        for lane, (name, purpose) in enumerate(LANES.items()):
-            sockets = []
-            for way, number in enumerate((0, *ways)):
-                first = number * MOST_STREAMS
-                if way:
-                    streams = self._streams(peer, number) if lane == 0 else ()
-                    data = self._sockets[peer, purpose, first], *streams
-                    sockets += [WaySocket(sock, way, False) for sock in data]
-                ack = self._sockets[peer, Purpose.ACKNOWLEDGE, first + lane]
-                sockets.append(WaySocket(ack, way, True))
-            made.links[name] = made.links[name]._replace(by_ways=tuple(sockets))
-        control = [self._sockets[peer, Purpose.CONTROL, way * MOST_STREAMS] for way in (0, *ways)]
-        made.controls = tuple(control[1:])
-        made.ways = tuple(map(name_of_way, control))
-        for sock in made.sockets():
-            outlive_outages(sock)
+    def _dials(self, peer: int) -> tuple[Dial, ...]:
+        """What connects each way anew."""
+        info = self._addresses[peer]
+        first = partial(open_socket, info, "tcp", self._mesh.interface.interface)
+        pairs = (self._ways[peer][way] for way in further_ways(self._sockets, peer))
+        calls = [first, *(partial(open_way, *pair) for pair in pairs)]
+        return tuple(Dial(info.listener, call) for call in calls)
 
     def _close_unused(self) -> None:
         """Closes the first sockets of ways on which the peer gave up."""

@@ -1,7 +1,7 @@
 """The handshake: both ends of a socket prove that they know the secret, and get keys for it.
 
     client  hello(magic, version, way, purpose, listener, job, communicator, epoch,
-                  from, to)                                                       48 bytes
+                  from, to, generation)                                           52 bytes
             Noise -> psk, e: the client's Side                                    60 bytes
     server  Noise <- e, ee: the server's Side                                     60 bytes
     client  Noise transport message: nothing                                      16 bytes
@@ -48,8 +48,8 @@ HANDSHAKE_TIMEOUT = 5.0  # seconds for a handshake, and as long again for a requ
 WELCOME_TIMEOUT = 30.0
 
 _MAGIC = b"GWJ1"
-_VERSION = 5
-_HELLO = struct.Struct("<4sBBBBQ16sIIii")
+_VERSION = 6
+_HELLO = struct.Struct("<4sBBBBQ16sIIiiI")
 HELLO_BYTES = _HELLO.size
 _ANSWER = _core.NOISE_OVERHEAD + encryption.SIDE_BYTES  # bytes of Noise's first two messages
 _PROOF = 16
@@ -93,6 +93,7 @@ class Purpose(enum.IntEnum):
     STREAM = 8
     RELAY = 9
     ACKNOWLEDGE = 10
+    WAY = 11
 
 
 _DATA = (
@@ -100,6 +101,7 @@ _DATA = (
     Purpose.P2P,
     Purpose.STREAM,
     Purpose.ACKNOWLEDGE,
+    Purpose.WAY,
 )  # their readers may pause
 OF_CLIENTS_THAT_MAY_STOP = (*_DATA, Purpose.SERVE, Purpose.COORDINATE)
 
@@ -110,7 +112,7 @@ class Hello:
 
     A socket for collectives says how many streams more it will have on its way; each of these, its
     number. The first one for messages says which further ways there are, as bits; one for
-    acknowledgements, the number of its lane.
+    acknowledgements, the number of its lane; one of a way that is made anew, its number there.
     """
 
     job: str
@@ -122,17 +124,19 @@ class Hello:
     stream: int = 0
     listener: int = 0  # which of those that share a port; see `shared_port`
     way: int = 0  # the pair of interfaces
+    generation: int = 0  # of the way: how often it was made anew
 
     def pack(self) -> bytes:
         """Encodes the frame, whose length is fixed."""
         numbers = (self.communicator, self.epoch, self.source, self.target)
         head = _MAGIC, _VERSION, self.way, self.purpose, self.stream, self.listener
-        return _HELLO.pack(*head, job_digest(self.job), *numbers)
+        return _HELLO.pack(*head, job_digest(self.job), *numbers, self.generation)
 
 
 def unpack_hello(frame: bytes, job: str) -> Hello:
     """Decodes a frame from outside; raises HandshakeError unless it is a hello of this job."""
-    magic, version, way, purpose, stream, listener, digest, *numbers = _HELLO.unpack(frame)
+    magic, version, way, purpose, stream, listener, digest, *rest = _HELLO.unpack(frame)
+    *numbers, generation = rest
     if magic != _MAGIC:
         raise HandshakeError("it does not speak gradwire's protocol")
     if version != _VERSION:
@@ -143,7 +147,7 @@ def unpack_hello(frame: bytes, job: str) -> Hello:
         found = Hello(job, Purpose(purpose), *numbers)
     except ValueError:
         raise HandshakeError(f"its purpose {purpose} is unknown") from None
-    return replace(found, stream=stream, listener=listener, way=way)
+    return replace(found, stream=stream, listener=listener, way=way, generation=generation)
 
 
 def listener_in(frame: bytes) -> int:

@@ -12,12 +12,13 @@ import ipaddress
 import json
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, NamedTuple
 
 from gradwire import _core
+from gradwire._base.deadline import Deadline
 from gradwire._base.texts import read_fields
 from gradwire._errors import RendezvousError
 from gradwire._host.identity import host_identity
@@ -90,6 +91,13 @@ class Link(NamedTuple):
         return first + [(each.way, each.acknowledges) for each in self.by_ways]
 
 
+class Dial(NamedTuple):
+    """What connects a way of a peer anew."""
+
+    listener: int  # the peer's, see `shared_port`
+    connect: Callable[[Deadline], socket.socket]
+
+
 @dataclass
 class Peer:
     """All sockets between this rank and another."""
@@ -99,6 +107,7 @@ class Peer:
     links: dict[str, Link]
     controls: tuple[socket.socket, ...] = ()  # of further ways
     ways: tuple[str, ...] = ()  # names of all ways, where there are several
+    dials: tuple[Dial, ...] = ()  # by way; empty where the peer makes the ways
 
     def sockets(self) -> Iterable[socket.socket]:
         """All of the peer's sockets; `detach()` hands one over."""
@@ -128,6 +137,7 @@ class Mesh:
     membership: Membership = Membership()
     progress: _core.ProgressThread = field(default_factory=_core.ProgressThread)  # its groups' too
     tcp_sockets: list[TcpSocket] = field(default_factory=list)  # that the core has, for metrics
+    listeners: tuple[socket.socket, ...] = ()  # at which peers may make their ways anew
 
     def job_rank(self, rank: int) -> int:
         """The number in the job of a rank of this mesh."""
@@ -144,6 +154,8 @@ class Mesh:
         for peer in self.peers.values():
             for sock in peer.sockets():
                 sock.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 class WayPlace(NamedTuple):

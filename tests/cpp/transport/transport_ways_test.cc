@@ -57,8 +57,36 @@ class TwoWays : public testing::TestWithParam<bool> {
       ranks_.push_back(
           make_transport("tcp", {.rank = rank, .size = 2, .max_message = kLargest, .messages = 8}));
     ranks_[0]->offer(by_two_ways(std::move(near_), ways_, true), 1);
-    ranks_[1]->offer(by_two_ways(std::move(far_), std::make_shared<Ways>(2), false), 0);
+    ranks_[1]->offer(by_two_ways(std::move(far_), far_ways_, false), 0);
     for (auto& rank : ranks_) rank->complete(Deadline::after(kTestSeconds));
+  }
+
+  // Exchanges until both ends have reported this of way 1.
+  void exchange_until(bool works) {
+    std::array<bool, 2> told{};
+    const auto hear = [&](Ways& ways, bool& one) {
+      const auto news = ways.next();
+      one = one || (news && news->way == 1 && news->works == works);
+    };
+    const Deadline deadline = Deadline::after(kTestSeconds);
+    while (!(told[0] && told[1])) {
+      ASSERT_FALSE(deadline.passed());
+      exchange(10, [](std::size_t) {});
+      ranks_[1]->flush();
+      hear(*ways_, told[0]);
+      hear(*far_ways_, told[1]);
+    }
+  }
+
+  // New sockets of a way for both ends.
+  std::array<std::vector<Connection>, 2> new_sockets() {
+    std::array<std::vector<Connection>, 2> made;
+    for (int role = 0; role < 2; ++role) {
+      Ends ends = unix_ends();
+      made[0].push_back(with_keys(std::move(ends.first), true));
+      made[1].push_back(with_keys(std::move(ends.second), false));
+    }
+    return made;
   }
 
   // Sends so many messages, and receives them; `step` is called after each.
@@ -83,7 +111,7 @@ class TwoWays : public testing::TestWithParam<bool> {
   }
 
   Sockets near_, far_;
-  std::shared_ptr<Ways> ways_ = std::make_shared<Ways>(2);
+  std::shared_ptr<Ways> ways_ = std::make_shared<Ways>(2), far_ways_ = std::make_shared<Ways>(2);
   Transports ranks_;
 };
 
@@ -114,6 +142,48 @@ TEST_P(TwoWays, WhatALostWayHasSwallowedComesByTheOther) {
     }
   });
   EXPECT_GT(swallowed, kLargest);
+}
+
+// Twice; then everything goes by the new sockets.
+TEST_P(TwoWays, AWayThatHasEndedIsUsedAgainWithNewSockets) {
+  const auto [in, out] = stand_between(1);
+  const UniqueFd first(::dup(near_[0][0].get()));
+  connect();
+  ::shutdown(out.get(), SHUT_RDWR);
+  UniqueFd former;
+  for (std::uint32_t generation = 1; generation < 3; ++generation) {
+    exchange_until(/*works=*/false);
+    EXPECT_EQ(ways_->ended(), std::vector{1});
+    EXPECT_EQ(far_ways_->ended(), std::vector{1});
+    auto [near, far] = new_sockets();
+    former = UniqueFd(::dup(near.front().socket.get()));
+    ways_->renew(1, generation, std::move(near));
+    EXPECT_TRUE(ways_->ended().empty());
+    far_ways_->renew(1, generation, std::move(far));
+    exchange_until(/*works=*/true);
+    if (generation == 1) ::shutdown(former.get(), SHUT_RDWR);
+  }
+  ::shutdown(first.get(), SHUT_RDWR);
+  exchange(kMany, [](std::size_t) {});
+}
+
+// As it may have failed to take its ends.
+TEST_P(TwoWays, NewSocketsThatThePeerDoesNotUseLoseNothing) {
+  const auto [in, out] = stand_between(1);
+  connect();
+  ::shutdown(out.get(), SHUT_RDWR);
+  exchange_until(/*works=*/false);
+  auto [near, far] = new_sockets();
+  const UniqueFd theirs = std::move(far.front().socket);
+  ways_->renew(1, 1, std::move(near));
+  far.clear();
+  const Deadline deadline = Deadline::after(kTestSeconds);
+  while (ways_->ended().empty()) {
+    ASSERT_FALSE(deadline.passed());
+    exchange(10, [](std::size_t) {});
+  }
+  char byte = 0;
+  EXPECT_EQ(::recv(theirs.get(), &byte, 1, MSG_DONTWAIT), -1);
 }
 
 TEST_P(TwoWays, ThePeerIsGoneWhenAllWaysHaveEnded) {
@@ -226,6 +296,23 @@ TEST(FramesOfWays, SmallOnesTakeLittleMemory) {
   std::uint32_t kept = 0;
   for (; sender.has_room(); ++kept) sender.keep(frame);
   EXPECT_EQ(kept, kMostKept);
+}
+
+TEST(NewsOfWays, AnEndOfOlderSocketsIsNoEndOfTheWay) {
+  Ways ways(2);
+  ways.end(1, 0);
+  EXPECT_EQ(ways.ended(), std::vector{1});
+  std::vector<Connection> made(2);
+  made[0].part = 0;
+  made[1].part = 1;
+  ways.renew(1, 2, std::move(made));
+  ways.end(1, 0);
+  EXPECT_TRUE(ways.ended().empty());
+  ways.renew(1, 1, {});  // older ones, and too late
+  EXPECT_EQ(ways.generation(1), 2U);
+  EXPECT_EQ(ways.take(1, 1).size(), 1U);
+  EXPECT_TRUE(ways.take(1, 1).empty());
+  EXPECT_TRUE(ways.take(0, 0).empty());
 }
 
 TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {

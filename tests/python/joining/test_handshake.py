@@ -118,16 +118,19 @@ def test_the_right_rank_is_admitted_with_its_hello_and_its_next_bytes(listener: 
 
 
 def test_frames_are_fixed_and_small(listener: Listener) -> None:
-    assert len(HELLO.pack()) == 48
-    assert len(Hello("a much longer name of a job " * 10, Purpose.P2P).pack()) == 48
-    assert [len(frame) for frame in record(listener)] == [108, 60, 16, 16]
+    assert len(HELLO.pack()) == 52
+    assert len(Hello("a much longer name of a job " * 10, Purpose.P2P).pack()) == 52
+    assert [len(frame) for frame in record(listener)] == [112, 60, 16, 16]
 
 
 def test_the_psk_and_the_hello_have_the_bytes_that_the_protocol_says() -> None:
     digest = hashlib.sha256(b"job").digest()[:16]
     listener = bytes(range(1, 9))
-    hello = b"GWJ1" + bytes([5, 6, 2, 0]) + listener + digest + struct.pack("<IIii", 3, 1, 2, 0)
-    assert replace(HELLO, listener=int.from_bytes(listener, "little"), way=6).pack() == hello
+    hello = b"GWJ1" + bytes([6, 6, 2, 0]) + listener + digest + struct.pack("<IIiiI", 3, 1, 2, 0, 7)
+    assert (
+        replace(HELLO, listener=int.from_bytes(listener, "little"), way=6, generation=7).pack()
+        == hello
+    )
     label = b"gradwire/2 control" + digest
     assert handshake._psk(SECRET, Purpose.CONTROL, "job") == hmac.digest(SECRET, label, "sha256")
 
@@ -187,11 +190,11 @@ def test_a_hello_that_is_not_expected_is_refused(listener: Listener) -> None:
         join(listener, Hello("job", Purpose.CONTROL, 3, 1, 2, 5))
 
 
-@pytest.mark.parametrize("size", [1, 107, 108, 4096])
+@pytest.mark.parametrize("size", [1, 111, 112, 4096])
 def test_random_bytes_are_refused(listener: Listener, size: int) -> None:
     with connected(listener) as sock:
         sock.sendall(os.urandom(size))
-        if size < 108:  # the authenticator would wait for the rest
+        if size < 112:  # the authenticator would wait for the rest
             sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
     join(listener)
@@ -208,8 +211,8 @@ def test_bytes_that_drip_do_not_stretch_the_limit(
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.2)
     with connected(listener) as sock:
-        sock.settimeout(0.02)  # between two bytes: 108 of them would take 2 s
-        assert 0 < drip(sock, HELLO.pack() + bytes(60)) < 108
+        sock.settimeout(0.02)  # between two bytes: 112 of them would take 2 s
+        assert 0 < drip(sock, HELLO.pack() + bytes(60)) < 112
 
 
 def drip(sock: socket.socket, frame: bytes) -> int:
@@ -311,7 +314,7 @@ class Transcript(NamedTuple):
 def record(listener: Listener) -> Transcript:
     """The bytes of both sides in a handshake that succeeds, as an eavesdropper sees them."""
     with relay(listener) as (theirs, sock, client):
-        sock.sendall(first := handshake.receive(theirs, 108, Deadline(10)))
+        sock.sendall(first := handshake.receive(theirs, 112, Deadline(10)))
         theirs.sendall(answer := handshake.receive(sock, 60, Deadline(10)))
         sock.sendall(proof := handshake.receive(theirs, 16, Deadline(10)))
         theirs.sendall(welcome := handshake.receive(sock, 16, Deadline(10)))
@@ -346,11 +349,13 @@ def relay(
         client.join()
 
 
-@pytest.mark.parametrize("byte", [*range(4), 6, 8, 16, 31, 32, 36, 40, 44, 48, 79, 80, 91, 92, 107])
+@pytest.mark.parametrize(
+    "byte", [*range(4), 6, 8, 16, 31, 32, 36, 40, 44, 48, 52, 83, 84, 95, 96, 111]
+)
 def test_a_changed_first_message_is_refused(listener: Listener, byte: int) -> None:
     errors: list[OSError] = []
     with relay(listener, errors) as (theirs, sock, client):
-        first = bytearray(handshake.receive(theirs, 108, Deadline(10)))
+        first = bytearray(handshake.receive(theirs, 112, Deadline(10)))
         first[byte] ^= 1
         sock.sendall(first)
         with suppress(OSError):
@@ -365,7 +370,7 @@ def test_a_changed_first_message_is_refused(listener: Listener, byte: int) -> No
 def test_a_changed_answer_is_refused(listener: Listener, byte: int) -> None:
     errors: list[OSError] = []
     with relay(listener, errors) as (theirs, sock, client):
-        sock.sendall(handshake.receive(theirs, 108, Deadline(10)))
+        sock.sendall(handshake.receive(theirs, 112, Deadline(10)))
         answer = bytearray(handshake.receive(sock, 60, Deadline(10)))
         answer[byte] ^= 1
         theirs.sendall(answer)
@@ -559,7 +564,7 @@ def test_all_authenticators_of_a_process_share_one_log(caplog: pytest.LogCapture
             ours, theirs = socket.socketpair()
             with ours:
                 authenticator.begin_handshake(theirs, "192.0.2.7")
-                ours.sendall(secrets.token_bytes(108))
+                ours.sendall(secrets.token_bytes(112))
                 authenticator.poll(10)
             assert authenticator.pending == 0
             authenticator.close()
@@ -570,7 +575,7 @@ def test_a_refused_stranger_is_logged_with_its_address_and_the_reason(
     listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "gradwire"), connected(listener) as sock:
-        sock.sendall(bytes(108))
+        sock.sendall(bytes(112))
         assert is_closed(sock)
         listener.wait_for(lambda: bool(caplog.records))
     assert "127.0.0.1" in caplog.text

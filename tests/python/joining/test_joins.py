@@ -69,7 +69,7 @@ def record_a_handshake() -> tuple[bytes, bytes]:
         client = threading.Thread(target=client_handshake, args=(ours, hello, SECRET, deadline))
         client.start()
         with socket.create_connection((server.address.host, server.address.port)) as sock:
-            sock.sendall(said := receive(theirs, 108, deadline))
+            sock.sendall(said := receive(theirs, 112, deadline))
             theirs.sendall(receive(sock, 60, deadline))
             sock.sendall(proof := receive(theirs, 16, deadline))
             theirs.sendall(receive(sock, 16, deadline))

@@ -1,13 +1,11 @@
 """Two ranks use all pairs of interfaces by which they reach each other, and outlive one of them."""
 
 import contextlib
-import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import hosts
@@ -18,43 +16,33 @@ from gradwire import Communicator, TransportError
 from gradwire._host import interfaces
 from gradwire._host.interfaces import Interface, further, ways_between
 from gradwire._host.ways import TriedWays
-from hosts import Network, Rank
+from hosts import Network
+from two_interfaces import (
+    LIMIT,
+    NAMED,
+    apart,
+    await_line,
+    bytes_sent,
+    log_lines,
+    with_two_interfaces,
+)
 
 MISSING = namespaces.missing()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-LIMIT = "2"  # GRADWIRE_TCP_TIMEOUT_SECONDS
-NAMED = {"GRADWIRE_SOCKET_IFNAME": "eth", "GRADWIRE_TCP_TIMEOUT_SECONDS": LIMIT}
-
-
-def _with_two_interfaces(count: int) -> Network:
-    made = Network(count)
-    made.add_bridge("br1")
-    for host in range(count):
-        made.plug(host, "eth1", [f"10.78.0.{host + 1}/24"], "br1")
-    for each in made.hosts:
-        each.await_states()
-    return made
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    made = _with_two_interfaces(3)
+    made = with_two_interfaces(3)
     yield made
     made.close()
-
-
-def _sent(interface: str) -> int:
-    """Bytes that this host has sent by an interface."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (fields,) = [line.split() for line in lines if line.strip().startswith(f"{interface}:")]
-    return int(fields[9])
 
 
 @needs_hosts
 @pytest.mark.parametrize("encryption", ["on", pytest.param("off", marks=pytest.mark.nightly)])
 def test_both_interfaces_carry_bytes_and_sums_are_right(network: Network, encryption: str) -> None:
     def body(comm: Communicator, pipe: Any) -> list[int]:
-        before = [_sent("eth0"), _sent("eth1")]
+        before = [bytes_sent("eth0"), bytes_sent("eth1")]
         for algorithm in ("ring", "star", "direct"):
             for count in (1, 1000, 3_000_000):
                 x = np.arange(count, dtype=np.float32) + comm.rank
@@ -69,7 +57,8 @@ def test_both_interfaces_carry_bytes_and_sums_are_right(network: Network, encryp
         with comm.split(comm.rank % 2) as part:
             assert part.all_reduce(np.ones(10))[0] == part.size
         return [
-            now - then for now, then in zip([_sent("eth0"), _sent("eth1")], before, strict=True)
+            now - then
+            for now, then in zip([bytes_sent("eth0"), bytes_sent("eth1")], before, strict=True)
         ]
 
     setting = {**NAMED, "GRADWIRE_ENCRYPTION": encryption}
@@ -83,9 +72,9 @@ def test_one_interface_is_used_where_no_further_one_is_named(
     network: Network, pattern: str
 ) -> None:
     def body(comm: Communicator, pipe: Any) -> int:
-        before = _sent("eth1")
+        before = bytes_sent("eth1")
         comm.all_reduce(np.ones(1_000_000, np.float32))
-        return _sent("eth1") - before
+        return bytes_sent("eth1") - before
 
     setting = {"GRADWIRE_SOCKET_IFNAME": pattern}
     assert network.values(range(2), body, environment=lambda _: setting) == [0, 0]
@@ -97,17 +86,9 @@ def test_an_interface_that_leads_nowhere_is_left_out(network: Network) -> None:
         x = np.ones(1000, np.float32)
         return float(comm.all_reduce(x)[0])
 
-    with _apart(network, "eth1", 1):
+    with apart(network, "eth1", 1):
         found = network.values(range(2), body, environment=lambda _: NAMED)
     assert found == [2, 2]
-
-
-@contextlib.contextmanager
-def _apart(network: Network, interface: str, host: int) -> Iterator[None]:
-    """Meanwhile no packet gets through a host's interface, and nobody is told."""
-    network.switch.ip(f"link set {interface}-{host} nomaster")
-    yield
-    network.switch.ip(f"link set {interface}-{host} master br{interface[-1]}")
 
 
 @contextlib.contextmanager
@@ -120,14 +101,7 @@ def _down(network: Network, interface: str, host: int) -> Iterator[None]:
 
 def _train(comm: Communicator, pipe: Any) -> list[str]:
     """Sums until rank 0 is told to stop; tells each line of the log, and returns all of them."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(  # type: ignore[method-assign]
-        f"{record.levelname} {record.getMessage()}"
-    )
-    log = logging.getLogger("gradwire")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    lines = log_lines()
     x = np.empty(2_000_000, np.float32)  # enough for the second way to be used
     told, call = 0, 0
     while True:
@@ -146,20 +120,11 @@ def _train(comm: Communicator, pipe: Any) -> list[str]:
             return lines
 
 
-def _await_line(rank: Rank, word: str) -> str:
-    while True:
-        assert rank.pipe.poll(hosts.LIMIT), word
-        line = rank.pipe.recv()
-        assert isinstance(line, str), line
-        if word in line:
-            return line
-
-
 @needs_hosts
 @pytest.mark.parametrize(
     ("interface", "fail"),
     [
-        pytest.param("eth0", _apart, id="first", marks=pytest.mark.nightly),
+        pytest.param("eth0", apart, id="first", marks=pytest.mark.nightly),
         pytest.param("eth1", _down, id="further"),
     ],
 )
@@ -168,15 +133,15 @@ def test_a_job_outlives_a_failed_interface_which_comes_back(
 ) -> None:
     with network.start(range(2), _train, environment=lambda _: NAMED, timeout=60) as ranks:
         for rank in ranks:
-            _await_line(rank, "under way")
+            await_line(rank, "under way")
         with fail(network, interface, 1):
-            lines = [_await_line(rank, "has failed") for rank in ranks]
+            lines = [await_line(rank, "has failed") for rank in ranks]
         for peer, line in zip((1, 0), lines, strict=True):
             assert line.startswith("WARNING")
             assert interface in line
             assert f"to rank {peer}" in line
         for rank in ranks:
-            assert interface in _await_line(rank, "works again")
+            assert interface in await_line(rank, "works again")
         ranks[0].pipe.send("stop")
         found = [rank.outcome() for rank in ranks]
     assert [each.error for each in found] == [None] * 2
@@ -189,7 +154,7 @@ def test_a_job_outlives_a_failed_interface_which_comes_back(
 def test_a_stopped_rank_is_no_failed_interface(network: Network) -> None:
     with network.start(range(2), _train, environment=lambda _: NAMED, timeout=60) as ranks:
         for rank in ranks:
-            _await_line(rank, "under way")
+            await_line(rank, "under way")
         os.kill(ranks[1].pid, signal.SIGSTOP)
         assert not ranks[0].pipe.poll(4 * float(LIMIT))  # no line of the log
         os.kill(ranks[1].pid, signal.SIGCONT)
@@ -215,7 +180,7 @@ def test_the_peer_is_lost_with_the_last_interface(network: Network) -> None:
         for rank in ranks:
             assert rank.pipe.poll(hosts.LIMIT)
             assert rank.pipe.recv() == "under way"
-        with _apart(network, "eth0", 1), _apart(network, "eth1", 1):
+        with apart(network, "eth0", 1), apart(network, "eth1", 1):
             began = time.monotonic()
             found = [rank.outcome() for rank in ranks]
             took = time.monotonic() - began
@@ -243,7 +208,7 @@ def test_what_was_sent_at_the_end_comes_though_an_interface_has_just_failed(
     with network.start(range(2), body, environment=lambda _: NAMED, timeout=60) as ranks:
         for rank in ranks:
             assert rank.pipe.recv() == "under way"
-        with _apart(network, "eth0", 1):
+        with apart(network, "eth0", 1):
             for rank in ranks:
                 rank.pipe.send("go")
             found = [rank.outcome() for rank in ranks]

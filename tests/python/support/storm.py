@@ -93,7 +93,7 @@ async def main(hello: bytes, proof: bytes) -> None:
 
 async def crowd(count: int, address: Address, hello: bytes, proof: bytes) -> None:
     """All of them come at once, and none leaves by itself. Where one fails, the process ends."""
-    says = (b"", os.urandom(48), os.urandom(108), hello, hello + os.urandom(16), hello + proof)
+    says = (b"", os.urandom(52), os.urandom(112), hello, hello + os.urandom(16), hello + proof)
     kinds = [partial(stranger, address, words) for words in says]
     kinds.append(partial(stranger, address, hello, echoes=True))
     strangers = (kinds[number % len(kinds)]() for number in range(count))

@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <span>
 
 #include "gradwire/base/error.h"
 
@@ -56,6 +57,7 @@ void TcpWays::leave_out(int number, State state, const std::string& why) {
     way.why = why;
   }
   way.state = state;
+  if (state == State::kEnded) all_->end(number, way.generation);
   for (std::uint32_t i = 0; i < kept_.size(); ++i)
     if (kept_[i].way == number) send_again(first_ + i);
   changed_ = true;
@@ -63,10 +65,20 @@ void TcpWays::leave_out(int number, State state, const std::string& why) {
 
 void TcpWays::use_again(int number) {
   Way& way = ways_[at(number)];
-  if (way.state != State::kLeftOut) return;
+  if (way.state != State::kLeftOut || !way.answered) return;
   way.state = State::kUsed;
   if (std::exchange(way.told, false)) all_->use_again(number, this);
   changed_ = true;
+}
+
+void TcpWays::renew(int number, std::uint32_t generation) {
+  leave_out(number, State::kEnded, "it is made anew");
+  Way& way = ways_[at(number)];
+  way.state = State::kLeftOut;
+  way.generation = generation;
+  way.answered = false;
+  way.acks = {};
+  way.data.clear();
 }
 
 void TcpWays::tell(Clock::time_point now) {
@@ -101,13 +113,6 @@ TcpWays::Clock::time_point TcpWays::unusable_since(Clock::time_point now) noexce
   if (any) unusable_.reset();
   if (!any && !unusable_) unusable_ = now;
   return unusable_.value_or(now);
-}
-
-std::uint16_t TcpWays::ended_ones() const noexcept {
-  unsigned ones = 0;
-  for (std::size_t way = 0; way < ways_.size(); ++way)
-    if (ways_[way].state == State::kEnded) ones |= 1U << way;
-  return static_cast<std::uint16_t>(ones);
 }
 
 // ---- Sending -----------------------------------------------------------------------------------
@@ -225,7 +230,9 @@ void TcpWays::give_back(AlignedBuffer spare, std::size_t bytes) {
 
 void TcpWays::acknowledge(bool missing) {
   told_ = read_;
-  const Acknowledgement said{read_, ended_ones(), static_cast<std::uint16_t>(missing)};
+  Acknowledgement said{.next = read_, .missing = missing ? 1U : 0U};
+  for (std::size_t way = 0; way < ways_.size(); ++way)
+    said.ended[way] = ways_[way].generation + (ways_[way].state == State::kEnded ? 1 : 0);
   for (Way& way : ways_)
     if (way.state != State::kEnded) send(way.acks, said);
 }
@@ -268,6 +275,7 @@ bool TcpWays::receive(int way, Clock::time_point now) {
     leave_out(way, State::kEnded, got < 0 ? system_message("it failed", errno) : "it was closed");
     return false;
   }
+  ways_[at(way)].answered = true;
   const std::string_view arrived(bytes.data(), static_cast<std::size_t>(got));
   if (socket.wire.seal == nullptr) {
     socket.heard += arrived;
@@ -293,13 +301,14 @@ void TcpWays::take_all(AckSocket& socket, Clock::time_point now) {
 // What came by a slower way may be older than what is known.
 void TcpWays::take(const Acknowledgement& heard, Clock::time_point now) {
   const auto ahead = static_cast<std::int32_t>(heard.next - first_);
+  const std::span none = std::span(heard.ended).subspan(ways_.size());
   if (ahead > static_cast<std::int32_t>(kept_.size()) || heard.missing > 1 ||
-      (heard.ended >> ways_.size()) != 0)
+      std::ranges::any_of(none, [](std::uint32_t ended) { return ended != 0; }))
     throw Error(kForeign);
   if (ahead < 0) return;
   free_until(heard.next);
   for (int way = 0; way < all_->count(); ++way)
-    if ((heard.ended >> way & 1) != 0)
+    if (heard.ended[at(way)] > ways_[at(way)].generation)
       leave_out(way, State::kEnded, "the peer says that it has ended there");
   if (heard.missing == 0 || kept_.empty()) return;
   const Kept& frame = kept_.front();

@@ -5,6 +5,7 @@
 // their own, one a way, so that they never wait behind messages; each is sent by all ways.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -31,8 +32,9 @@ inline constexpr std::size_t kMostKeptBytes = 16 << 20;
 // What one end of a link tells the other: all frames before `next` have been read.
 struct Acknowledgement {
   std::uint32_t next = 0;
-  std::uint16_t ended = 0;    // ways, as bits, of which a socket has ended there
-  std::uint16_t missing = 0;  // 1: frame `next` has not come for long, and later ones have
+  std::uint32_t missing = 0;  // 1: frame `next` has not come for long, and later ones have
+  // By way: a socket of each generation before this one has ended there.
+  std::array<std::uint32_t, kMostWays> ended{};
 };
 
 class TcpWays {
@@ -50,6 +52,10 @@ class TcpWays {
   // Leaves a way out from now on, for good where it has ended.
   void leave_out(int way, State state, const std::string& why);
   void use_again(int way);
+  // Begins a way's next generation, of which add() and add_data() tell the sockets, and sends again
+  // what was sent by the one before. It is used once the peer has acknowledged something there: so
+  // the peer has it, too.
+  void renew(int way, std::uint32_t generation);
   // Tells of ways whose state has lasted; before that the peer may be about to end on all of them.
   void tell(Clock::time_point now);
   // Returns whether the peer's host has all that was sent by ways in use, and none is to be sent
@@ -118,6 +124,8 @@ class TcpWays {
   };
   struct Way {
     State state = State::kUsed;
+    std::uint32_t generation = 0;
+    bool answered = true;  // the peer has its sockets
     bool told = false;
     Clock::time_point since;
     std::string why;
@@ -137,7 +145,6 @@ class TcpWays {
   void free_until(std::uint32_t next);
   void send_again(std::uint32_t number);
   Kept& kept(std::uint32_t number) { return kept_[number - first_]; }
-  std::uint16_t ended_ones() const noexcept;
   bool others_usable(int than) const noexcept;
   bool in_flight(int way) const noexcept;
 

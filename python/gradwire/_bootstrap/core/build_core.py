@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from gradwire import _core
 from gradwire._base import environment, stops
 from gradwire._base.deadline import Deadline
+from gradwire._bootstrap.core.renewal import watch
 from gradwire._bootstrap.mesh import Mesh
 from gradwire._bootstrap.sites import agree_on_sites, view_of
 from gradwire._host import transport_kinds
 from gradwire._host.sealed_socket import hand_over
 from gradwire._host.tcp_sockets import watched
-from gradwire._host.ways import PeersWays, log_news
 
 # Share of the connect timeout in which links must be made. A rank that waits for a link then names
 # the peer it waits for before ranks that have all links, and are in a call, give up on it.
@@ -73,24 +73,15 @@ def _attach_sockets(core: _core.Communicator, mesh: Mesh, timeout: float) -> Non
             mesh.tcp_sockets += watched(sock, number)
     ways = {number: _core.Ways(len(peer.ways)) for number, peer in mesh.peers.items() if peer.ways}
     for number, peer in mesh.peers.items():
-        for sock in (peer.control, *peer.controls):
-            core.adopt_control(*hand_over(sock), number, ways=ways.get(number))
+        for way, sock in enumerate((peer.control, *peer.controls)):
+            core.adopt_control(*hand_over(sock), number, ways=ways.get(number), way=way)
     for number, peer in mesh.peers.items():
         for lane, link in peer.links.items():
             streams, roles = [hand_over(sock) for sock in link.sockets()], link.roles()
             core.adopt_link(
                 lane, link.transport, streams, number, timeout, ways=ways.get(number), roles=roles
             )
-    log_news(
-        [
-            PeersWays(mesh.rank, number, _host_of(mesh, number), mesh.peers[number].ways, each)
-            for number, each in ways.items()
-        ]
-    )
-
-
-def _host_of(mesh: Mesh, peer: int) -> str:
-    return mesh.names[peer] if mesh.names else ""
+    watch(mesh, ways)
 
 
 def _contexts(mesh: Mesh) -> dict[str, _core.TransportContext]:
