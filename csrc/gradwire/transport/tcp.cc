@@ -1,9 +1,5 @@
-// tcp: one stream socket per peer, or several where the way is long: one stream fills it only as
-// far as the kernel's buffers go. A message is sent as prefix, payload and padding to 8 bytes; over
-// a sealed socket payload and padding are encrypted, and a tag follows, which covers the prefix. A
-// sender stages it in a cell and pushes out what a socket takes; a receiver reads each stream into
-// one buffer, in which whole frames are shown in place, in the order of their numbers. Where two
-// ranks have several ways to each other, TcpWays has what lets the link outlive one of them.
+#include "gradwire/transport/tcp.h"
+
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -17,105 +13,21 @@
 #include <utility>
 
 #include "gradwire/base/error.h"
-#include "gradwire/transport/queued.h"
 #include "gradwire/transport/settings_reader.h"
-#include "gradwire/transport/tcp_frames.h"
-#include "gradwire/transport/tcp_traffic.h"
-#include "gradwire/transport/ways/tcp_ways.h"
 
 namespace gradwire::transport {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr const char* kClosed = "the peer closed it or died";
 constexpr const char* kSwallowed =
     "what was sent on one of its TCP streams was not acknowledged, though others may work";
 // How often links of several streams are looked after, also while their rank sleeps.
 constexpr std::chrono::milliseconds kLook{250};
-// A way is left out while nothing that was sent by it is acknowledged for so long.
-constexpr double kStalledSeconds = 1;
 // A socket of one of several ways takes no more than it can send soon, or one way would have more
 // to do than another at the end of a call.
 constexpr int kMostNotSent = 256 * 1024;
 
-class TcpTransport final : public QueuedTransport {
- public:
-  explicit TcpTransport(const LinkOptions& options);
-  ~TcpTransport() override;
-
-  // Clears stale edges, since the bell is edge-triggered, before the caller's last look. So a peer
-  // from which nobody reads does not keep it ringing.
-  void arm() override;
-  void disarm() override { armed_ = false; }
-  bool deliver() override;
-
- private:
-  struct TcpStream {
-    Stream wire{-1};
-    int wakes_at = 1;    // received bytes for which the kernel rings the doorbell
-    AlignedBuffer copy;  // of a frame that this stream changes, where others read its cell, too
-    int cell = kNoCell;  // that is being sent
-    ConstBytes unsent;   // of its frame; empty where none of it was sent
-    Inbox inbox;
-    bool ended = false;
-    int way = 0;
-    TcpStall stall;
-  };
-  struct TcpLink {
-    std::vector<TcpStream> streams;    // one, or more over a long way
-    TcpStream* front = nullptr;        // the stream of the message that was shown
-    std::uint32_t sent = 0, read = 0;  // frames; not counted where there is one stream
-    std::unique_ptr<TcpWays> ways;     // counts them where there are several ways
-    Clock::time_point look_at;
-    bool counts() const noexcept { return streams.size() > 1; }
-  };
-
-  void connect(Rank peer, const WaitLimit& wait_limit) override;
-  void add_stream(const Connection& from, Rank peer, bool several);
-  TcpStream make_stream(const Connection& from, Rank peer, bool several);
-  void add_way(const Connection& from, Rank peer);
-  void watch_streams();
-  void take_new_ways(Rank peer);
-  void renew_way(Rank peer, int way, std::vector<Connection> sockets);
-  void renew_socket(Connection& old, Connection made, Rank peer);
-  std::size_t unsent(Rank peer) const override;
-  std::byte* staging(int cell) noexcept override { return frame(cell) + kPayloadAt; }
-  void post(int cell, std::size_t bytes, std::span<const Rank> peers) override;
-  std::optional<ConstBytes> arrived(Rank peer) override;
-  void consume(Rank peer) override;
-
-  TcpLink& link_to(Rank peer) noexcept { return links_[at(peer)]; }
-  std::byte* frame(int cell) noexcept { return frames_[at(cell)].data(); }
-  void push_out(Rank peer) override;
-  void push_on(Rank peer) override;
-  bool push(TcpStream& stream, Rank peer);
-  bool begin_frame(TcpStream& stream, Rank peer);
-  bool begin_kept_frame(TcpStream& stream, Rank peer);
-  ConstBytes on_wire(TcpStream& stream, Rank peer);
-  ConstBytes on_wire(TcpStream& stream, ConstBytes kept);
-  void finish_frame(TcpStream& stream) noexcept;
-  bool read_some(TcpStream& stream, Rank peer);
-  void await_frame(TcpStream& stream) noexcept;
-  void end_stream(const TcpStream& stream, Rank peer, const std::string& failure);
-  void drop_unsent(Rank peer, const std::string& reason);
-
-  std::optional<ConstBytes> arrived_by_ways(Rank peer);
-  void set_aside(Rank peer, const Inbox::Numbered& frame);
-  void end_way(const TcpStream& stream, Rank peer, const std::string& failure);
-  void acknowledge(Rank peer, bool missing);
-  bool serve_ways(Rank peer);
-  void look_after(Rank peer);
-  void look_after_ways(Rank peer, Clock::time_point now);
-  void end_if_swallowed(Rank peer, Clock::time_point now);
-
-  std::shared_ptr<TcpTraffic> traffic_;
-  std::vector<TcpLink> links_;
-  std::vector<AlignedBuffer> frames_;  // by cell
-  std::vector<Rank> looked_after_;     // peers with several streams
-  UniqueFd timer_;                     // rings the doorbell where there are such peers
-  bool armed_ = false;                 // this rank looks once more before it sleeps
-};
+}  // namespace
 
 TcpTransport::TcpTransport(const LinkOptions& options)
     : QueuedTransport("tcp", options),
@@ -156,13 +68,6 @@ void TcpTransport::watch_streams() {
   watch_descriptor(timer_.get(), EPOLLIN | EPOLLET, kNoPeer);
 }
 
-// The socket of a way's acknowledgements.
-void TcpTransport::add_way(const Connection& from, Rank peer) {
-  set_no_delay(from.socket.get());
-  link_to(peer).ways->add(from.stream(), from.way);
-  watch_descriptor(from.socket.get(), EPOLLIN | EPOLLOUT | EPOLLET, peer);
-}
-
 void TcpTransport::add_stream(const Connection& from, Rank peer, bool several) {
   link_to(peer).streams.push_back(make_stream(from, peer, several));
 }
@@ -181,50 +86,6 @@ TcpTransport::TcpStream TcpTransport::make_stream(const Connection& from, Rank p
   traffic_->add(wire.socket);
   if (link_to(peer).ways != nullptr) link_to(peer).ways->add_data(wire.socket, from.way);
   return stream;
-}
-
-// Not while the message that is shown lies in a stream's buffer.
-void TcpTransport::take_new_ways(Rank peer) {
-  const TcpLink& link = link_to(peer);
-  const Connection& first = connection(peer);
-  for (int way = 0; way < first.ways->count(); ++way) {
-    if (link.front != nullptr && link.front->way == way) continue;
-    if (auto made = first.ways->take(way, first.part); !made.empty())
-      renew_way(peer, way, std::move(made));
-  }
-}
-
-// What the old sockets have and was not read, the peer sends again: it makes the way anew, too.
-void TcpTransport::renew_way(Rank peer, int way, std::vector<Connection> sockets) {
-  std::vector<Connection*> old;
-  Connection& first = connection(peer);
-  if (first.way == way) old.push_back(&first);
-  for (Connection& each : first.more)
-    if (each.way == way) old.push_back(&each);
-  if (old.size() != sockets.size()) return;
-  TcpWays& ways = *link_to(peer).ways;
-  try {
-    ways.renew(way, sockets.front().generation);
-    for (std::size_t i = 0; i < old.size(); ++i) renew_socket(*old[i], std::move(sockets[i]), peer);
-    acknowledge(peer, /*missing=*/false);  // which says that the old sockets have ended
-  } catch (const Error& error) {
-    ways.leave_out(way, TcpWays::State::kEnded, error.what());
-  }
-}
-
-void TcpTransport::renew_socket(Connection& old, Connection made, Rank peer) {
-  made.acknowledges = old.acknowledges;
-  TcpLink& link = link_to(peer);
-  if (made.acknowledges) {
-    add_way(made, peer);
-  } else {
-    TcpStream stream = make_stream(made, peer, true);
-    const auto same = [&](const TcpStream& each) { return each.wire.socket == old.socket.get(); };
-    *std::ranges::find_if(link.streams, same) = std::move(stream);
-    traffic_->remove(old.socket.get());
-  }
-  old.socket = std::move(made.socket);  // which closes the old one
-  old.seal = std::move(made.seal);
 }
 
 std::size_t TcpTransport::unsent(Rank peer) const {
@@ -294,39 +155,6 @@ bool TcpTransport::begin_frame(TcpStream& stream, Rank peer) {
   }
 }
 
-// Takes a frame that was lost with another way, or the oldest of the outbox.
-bool TcpTransport::begin_kept_frame(TcpStream& stream, Rank peer) {
-  TcpWays& ways = *link_to(peer).ways;
-  if (!ways.usable(stream.way)) return false;
-  std::optional<std::uint32_t> number = ways.next_again();
-  if (!number && (outbox(peer).empty() || !ways.has_room())) return false;
-  if (!number) {
-    const int cell = outbox(peer).pop();
-    number = ways.keep({frame(cell) + kFrameAt, cell_at(cell).bytes});
-    release_cell(cell);
-  }
-  try {
-    stream.unsent = on_wire(stream, ways.send_by(*number, stream.way));
-    return true;
-  } catch (const Error& error) {  // of libcrypto
-    drop_unsent(peer, error.what());
-    return false;
-  }
-}
-
-// Copies a kept frame, which may be freed before the socket has taken all of it.
-ConstBytes TcpTransport::on_wire(TcpStream& stream, ConstBytes kept) {
-  std::byte* out = stream.copy.data() + kFrameAt;
-  if (stream.wire.seal == nullptr) {
-    std::memcpy(out, kept.data(), kept.size());
-    return {out, kept.size()};
-  }
-  std::memcpy(out, kept.data(), sizeof(Prefix));
-  const ConstBytes prefix(out, sizeof(Prefix));
-  stream.wire.seal->seal(prefix, kept.subspan(sizeof(Prefix)), out + sizeof(Prefix));
-  return {out, kept.size() + crypto::kTagBytes};
-}
-
 // Numbers and seals a frame as it is about to be sent, in place where nobody else will read the
 // cell: it was mostly staged just before, and is in this processor's cache.
 ConstBytes TcpTransport::on_wire(TcpStream& stream, Rank peer) {
@@ -391,48 +219,6 @@ void TcpTransport::consume(Rank peer) {
   }
 }
 
-// What comes before its turn is set aside: the frame whose turn it is may come behind it.
-std::optional<ConstBytes> TcpTransport::arrived_by_ways(Rank peer) {
-  TcpLink& link = link_to(peer);
-  TcpWays& ways = *link.ways;
-  if (ways.listens() && serve_ways(peer)) push_out(peer);
-  link.front = nullptr;
-  for (bool more = true; more;) {
-    if (const auto message = ways.set_aside_before()) return message;
-    more = false;
-    for (TcpStream& stream : link.streams) {
-      while (const auto frame = stream.inbox.any(link_id(peer), ways.read(), kMostKept)) {
-        if (frame->number == ways.read()) {
-          link.front = &stream;
-          return frame->payload;
-        }
-        if (!ways.has(frame->number)) set_aside(peer, *frame);
-        stream.inbox.pop();
-      }
-      more |= read_some(stream, peer);
-    }
-  }
-  if (ways.sets_aside()) ways.drained(Clock::now());
-  return std::nullopt;
-}
-
-void TcpTransport::set_aside(Rank peer, const Inbox::Numbered& frame) try {
-  link_to(peer).ways->set_aside(frame.number, frame.payload);
-} catch (const Error& error) {
-  throw_transport_error(link_id(peer), error.what());
-}
-
-bool TcpTransport::deliver() {
-  bool all = true;
-  for (const Rank peer : looked_after_) {
-    const TcpLink& link = link_to(peer);
-    if (link.ways == nullptr || !why_gone(peer).empty()) continue;
-    push_on(peer);
-    all = all && unsent(peer) == 0 && link.ways->delivered();
-  }
-  return all;
-}
-
 bool TcpTransport::read_some(TcpStream& stream, Rank peer) {
   if (stream.ended || stream.inbox.has_frame()) return false;
   const Bytes room = stream.inbox.room();
@@ -476,39 +262,6 @@ void TcpTransport::end_stream(const TcpStream& stream, Rank peer, const std::str
     drop_unsent(peer, reason);
 }
 
-// The peer is gone when it has ended on all ways. What comes on others counts till then.
-void TcpTransport::end_way(const TcpStream& stream, Rank peer, const std::string& failure) {
-  TcpLink& link = link_to(peer);
-  link.ways->leave_out(stream.way, TcpWays::State::kEnded, failure);
-  for (TcpStream& each : link.streams)
-    if (each.way == stream.way) each.unsent = {};
-  if (std::ranges::all_of(link.streams, &TcpStream::ended)) return drop_unsent(peer, failure);
-  acknowledge(peer, /*missing=*/false);  // which says that it has ended
-}
-
-void TcpTransport::acknowledge(Rank peer, bool missing) {
-  try {
-    link_to(peer).ways->acknowledge(missing);
-  } catch (const Error& error) {  // of libcrypto
-    drop_unsent(peer, error.what());
-  }
-}
-
-// Hears acknowledgements; returns whether there may be more to send.
-bool TcpTransport::serve_ways(Rank peer) {
-  TcpLink& link = link_to(peer);
-  if (!why_gone(peer).empty()) return false;
-  try {
-    link.ways->hear(Clock::now());
-  } catch (const Error& error) {
-    drop_unsent(peer, error.what());
-    return false;
-  }
-  for (TcpStream& stream : link.streams)
-    if (link.ways->ended(stream.way)) stream.unsent = {};
-  return link.ways->changed();
-}
-
 void TcpTransport::look_after(Rank peer) {
   TcpLink& link = link_to(peer);
   const auto now = Clock::now();
@@ -532,38 +285,6 @@ void TcpTransport::end_if_swallowed(Rank peer, Clock::time_point now) {
   }
 }
 
-// A way is stalled when its peer acknowledges nothing and says nothing: a process that pauses may
-// have no room for what was sent, but its kernel answers.
-void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
-  take_new_ways(peer);
-  TcpLink& link = link_to(peer);
-  TcpWays& ways = *link.ways;
-  const double limit = seconds_to_dead(link.streams.front().wire.socket);
-  std::vector<double> waits(at(connection(peer).counts().ways));
-  std::vector<bool> stalled(waits.size());
-  bool silent = true;  // on all ways
-  for (TcpStream& stream : link.streams) {
-    const double waiting = stream.stall.seconds(stream.wire.socket, now);
-    const auto found = silence_of(stream.wire.socket);
-    const double unheard = found ? found->seconds : 0;
-    waits[at(stream.way)] = std::max(waits[at(stream.way)], waiting);
-    if (std::min(waiting, unheard) >= kStalledSeconds) stalled[at(stream.way)] = true;
-    silent = silent && (stream.ended || unheard >= limit);
-  }
-  for (std::size_t way = 0; way < waits.size(); ++way) {
-    if (stalled[way])
-      ways.leave_out(static_cast<int>(way), TcpWays::State::kLeftOut,
-                     "what was sent is not acknowledged");
-    else if (waits[way] == 0)
-      ways.use_again(static_cast<int>(way));
-  }
-  ways.tell(now);
-  if (ways.misses_one(now)) acknowledge(peer, /*missing=*/true);
-  const double unusable = std::chrono::duration<double>(now - ways.unusable_since(now)).count();
-  if (silent && unusable > limit) return drop_unsent(peer, "it is reached by no way any more");
-  push_out(peer);
-}
-
 void TcpTransport::arm() {
   armed_ = true;
   for (const Rank peer : looked_after_) {
@@ -574,7 +295,7 @@ void TcpTransport::arm() {
   while (::epoll_wait(doorbell(), edges.data(), edges.size(), 0) == edges.size()) continue;
 }
 
-}  // namespace
+namespace {
 
 constexpr EnvironmentVariable kVariables[] = {
     {"GRADWIRE_RATE",
@@ -583,6 +304,8 @@ constexpr EnvironmentVariable kVariables[] = {
     {"GRADWIRE_TCP_CONGESTION", "congestion control of TCP links: bbr, cubic", "the kernel's"},
     kTrafficClass,
 };
+
+}  // namespace
 
 extern constinit const TransportKind tcp_kind{
     .name = "tcp",

@@ -167,6 +167,26 @@ TEST_P(TwoWays, AWayThatHasEndedIsUsedAgainWithNewSockets) {
   exchange(kMany, [](std::size_t) {});
 }
 
+// It waits for others meanwhile, perhaps for ones that wait for this rank.
+TEST_P(TwoWays, WhatIsSentAgainWaitsForNoPeerThatHasReadItBefore) {
+  std::array<UniqueFd, 2> lost;
+  for (std::size_t role = 0; role < 2; ++role) lost[role] = UniqueFd(::dup(near_[1][role].get()));
+  connect();
+  exchange(kMostKept / 16 - 1, [](std::size_t) {});  // too few for an acknowledgement
+  for (const UniqueFd& each : lost) ::shutdown(each.get(), SHUT_RDWR);
+  const Rank to[] = {1};
+  const Deadline deadline = Deadline::after(kTestSeconds);
+  bool sent = false;
+  while (!(sent = sent || try_send(*ranks_[0], to, kLargest, 1)) || !ranks_[0]->flush()) {
+    ASSERT_FALSE(deadline.passed());
+    for (const auto& rank : ranks_) {
+      rank->arm();
+      rank->disarm();
+    }
+  }
+  expect_message(*ranks_[1], 0, kLargest, 1);
+}
+
 // As it may have failed to take its ends.
 TEST_P(TwoWays, NewSocketsThatThePeerDoesNotUseLoseNothing) {
   const auto [in, out] = stand_between(1);

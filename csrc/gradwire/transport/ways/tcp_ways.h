@@ -96,7 +96,10 @@ class TcpWays {
   void add(const Stream& wire, int way) { ways_[at(way)].acks.wire = wire; }
   // Tells of a socket that carries frames by a way.
   void add_data(int socket, int way) { ways_[at(way)].data.push_back(socket); }
-  bool owes() const noexcept { return read_ - told_ >= kMostKept / 16; }
+  // Returns whether so many frames were read since the last acknowledgement.
+  bool owes(std::uint32_t frames = kMostKept / 16) const noexcept {
+    return read_ - told_ >= frames;
+  }
   void acknowledge(bool missing);
   // Reads what has come. Throws Error for what the peer can't have said.
   void hear(Clock::time_point now);
