@@ -252,11 +252,13 @@ std::optional<ControlEvent> Control::read(Rank peer, Line& line) {
 // The end of a socket is the peer's end where it is the last one.
 std::optional<ControlEvent> Control::end_line(Rank peer, Line& line, const std::string& reason) {
   auto& lines = link_to(peer).lines;
-  if (lines.size() == 1) return end(peer, reason);
+  const auto number = &line - lines.data();
   const Connection& of = line.connection;
   if (of.ways != nullptr) of.ways->end(of.way, of.generation);
-  unwatch(epoll_.get(), line.socket());
-  lines.erase(lines.begin() + (&line - lines.data()));
+  if (of.ways != nullptr && lines.size() == 1) take_new_ways(peer);
+  if (lines.size() == 1) return end(peer, reason);
+  unwatch(epoll_.get(), (lines.begin() + number)->socket());
+  lines.erase(lines.begin() + number);
   return std::nullopt;
 }
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hosts
@@ -42,6 +43,13 @@ def network() -> Iterator[Network]:
     made = with_two_interfaces(2)
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(renewal, "_FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(renewal, "_LONGEST_PAUSE", 1.0)
 
 
 def _sum(comm: Communicator, call: int = 0, last: bool = False) -> bool:
@@ -139,7 +147,6 @@ def test_an_interface_comes_back_after_its_sockets_have_ended(
 ) -> None:
     """They end by themselves after an hour."""
     monkeypatch.setattr(keepalive, "_OUTAGE_SECONDS", 2)
-    monkeypatch.setattr(renewal, "_LONGEST_PAUSE", 1.0)
     with _training(network) as ranks:
         for _ in range(2):
             with apart(network, "eth1", 1):
@@ -226,6 +233,27 @@ def test_a_communicator_closes_at_once_while_a_way_is_made_anew(network: Network
         assert time.monotonic() - began < float(LIMIT)
 
 
+@needs_hosts
+def test_nothing_listens_once_the_communicator_is_closed(network: Network) -> None:
+    def body(comm: Communicator, pipe: Any) -> None:
+        began = _listening()
+        comm.close()
+        until = Deadline(hosts.LIMIT)
+        while any(each.name.startswith("gradwire-ways") for each in threading.enumerate()):
+            assert not until.passed
+        assert began == (1 if comm.rank == 0 else 0)  # rank 1 had connected
+        assert not _listening()
+
+    network.values(range(2), body, environment=lambda _: NAMED)
+
+
+def _listening() -> int:
+    """How many sockets listen at eth1 of this host."""
+    lines = Path("/proc/thread-self/net/tcp").read_text().splitlines()
+    sockets = [line.split()[1:4] for line in lines]
+    return sum(own[4:8] == "4E0A" and state == "0A" for own, _, state in sockets)  # 10.78
+
+
 JOB = Job("job", b"0123456789abcdef", epoch=5)
 
 
@@ -250,11 +278,8 @@ def _link() -> Link:
 
 
 @pytest.fixture
-def accepting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[tuple[Any, Callable[..., socket.socket]]]:
+def accepting() -> Iterator[tuple[Any, Callable[..., socket.socket]]]:
     """Rank 0's ways to rank 1, and what connects to it; its arguments change the hello."""
-    monkeypatch.setattr(renewal, "_LOOK_SECONDS", 0.02)
     peer = Peer(False, socket.socket(), {"collective": _link(), "p2p": _link()}, ways=("a", "b"))
     mesh = Mesh(JOB, 0, 2, 7, ("here", "there"), {1: peer}, LOOPBACK)
     ways, listener = _Ways(), socket.create_server(("127.0.0.1", 0))

@@ -154,7 +154,9 @@ void TcpTransport::end_way(const TcpStream& stream, Rank peer, const std::string
   link.ways->leave_out(stream.way, TcpWays::State::kEnded, failure);
   for (TcpStream& each : link.streams)
     if (each.way == stream.way) each.unsent = {};
-  if (std::ranges::all_of(link.streams, &TcpStream::ended)) return drop_unsent(peer, failure);
+  const auto all_ended = [&] { return std::ranges::all_of(link.streams, &TcpStream::ended); };
+  if (all_ended()) take_new_ways(peer);
+  if (all_ended()) return drop_unsent(peer, failure);
   acknowledge(peer, /*missing=*/false);  // which says that it has ended
 }
 
