@@ -128,6 +128,7 @@ void Control::take_new_ways(Rank peer) {
     made.front().ways = ways;
     try {
       adopt(std::move(made.front()), peer);
+      put_unread_or_end(link_to(peer));
     } catch (const Error&) {
       ways->end(way, ways->generation(way));
     }
@@ -170,14 +171,29 @@ bool Control::put_frame_or_end(ControlLink& link, const ControlFrame& frame) noe
   bool sent = false;
   try {
     for (Line& line : link.lines) sent |= put_frame(line, frame);
+    const bool by_ways = link.lines.front().connection.ways != nullptr;
+    if (sent && by_ways && frame.type != ControlType::kAck) link.unread.push_back(frame);
     return sent;
   } catch (const std::exception&) {
-    link.unsealable = true;
-    for (Line& line : link.lines) {
-      line.outgoing.clear();
-      ::shutdown(line.socket(), SHUT_RDWR);
-    }
+    end_unsealable(link);
     return true;
+  }
+}
+
+// The peer may read a new socket before the older ones, and takes no frame after a later one.
+void Control::put_unread_or_end(ControlLink& link) noexcept {
+  try {
+    for (const ControlFrame& frame : link.unread) put_frame(link.lines.back(), frame);
+  } catch (const std::exception&) {
+    end_unsealable(link);
+  }
+}
+
+void Control::end_unsealable(ControlLink& link) noexcept {
+  link.unsealable = true;
+  for (Line& line : link.lines) {
+    line.outgoing.clear();
+    ::shutdown(line.socket(), SHUT_RDWR);
   }
 }
 
@@ -288,6 +304,10 @@ std::optional<ControlEvent> Control::take_frame(Rank peer, Line& line) {
   // What came by another way before may be newer.
   if (static_cast<std::int32_t>(event.frame.received - link.peer_acked) > 0)
     link.peer_acked = event.frame.received;
+  const auto is_read = [&](const ControlFrame& frame) {
+    return static_cast<std::int32_t>(frame.number - link.peer_acked) < 0;
+  };
+  while (!link.unread.empty() && is_read(link.unread.front())) link.unread.pop_front();
   if (event.frame.type == ControlType::kAck) return std::nullopt;
   if (line.connection.ways == nullptr) {
     ++link.read;

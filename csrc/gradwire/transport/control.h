@@ -13,6 +13,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -151,6 +152,7 @@ class Control final : public Bells {
     std::vector<Line> lines;                  // by way, those that have not ended
     std::uint32_t sent = 0, read = 0;         // frames, without kAck
     std::uint32_t peer_acked = 0, acked = 0;  // of `sent`, by the peer; of `read`, by this rank
+    std::deque<ControlFrame> unread;  // sent, not acknowledged; where there are several ways
     bool bye = false;
     bool released = false;    // the peer released its end: further bytes are for the next owner
     bool unsealable = false;  // libcrypto failed to encrypt: nothing more may be sent
@@ -162,6 +164,8 @@ class Control final : public Bells {
   static bool finish_frame(Line& line, const Deadline& deadline);
   static bool put_frame(Line& line, const ControlFrame& frame);
   static bool put_frame_or_end(ControlLink& link, const ControlFrame& frame) noexcept;
+  static void put_unread_or_end(ControlLink& link) noexcept;
+  static void end_unsealable(ControlLink& link) noexcept;
   void watch_silence();
   void take_new_ways(Rank peer);
   std::optional<ControlEvent> end_silent();

@@ -113,15 +113,25 @@ struct ByTwoWays {
       Ends ends = tcp_ends();
       descriptors[at(way)] = ends.first.get();
       Connection here(std::move(ends.first)), there(std::move(ends.second));
-      here.ways = there.ways = std::make_shared<Ways>(2);
+      here.ways = ways[0];
+      there.ways = ways[1];
+      here.way = there.way = way;
       one->adopt(std::move(here), 1);
       other.adopt(std::move(there), 0);
     }
   }
+  std::array<std::shared_ptr<Ways>, 2> ways{std::make_shared<Ways>(2), std::make_shared<Ways>(2)};
   std::unique_ptr<Control> one = std::make_unique<Control>(0, 2);
   Control other{1, 2};
   std::array<int, 2> descriptors{};
 };
+
+// Leaves a new control socket of way 1.
+void renew(Ways& ways, Connection made) {
+  std::vector<Connection> sockets;
+  sockets.push_back(std::move(made));
+  ways.renew(1, 1, std::move(sockets));
+}
 
 TEST(ControlByWays, EachFrameComesOnceAndInOrder) {
   ByTwoWays pair;
@@ -143,6 +153,24 @@ TEST(ControlByWays, ThePeerEndsWithTheLastWay) {
     EXPECT_TRUE(wait_for_event(pair.other).gone);
     EXPECT_FALSE(pair.other.connected(0));
   }
+}
+
+// Else a frame that was sent before the sender had the new socket would come after its turn.
+TEST(ControlByWays, WhatIsReadByANewSocketFirstDoesNotOvertakeOlderFrames) {
+  ByTwoWays pair;
+  const auto look = [](Control& control) {  // takes new sockets
+    pollfd bell{control.doorbell(), POLLIN, 0};
+    ASSERT_EQ(::poll(&bell, 1, 60'000), 1);
+    EXPECT_FALSE(control.poll());
+  };
+  Ends ends = tcp_ends();
+  renew(*pair.ways[1], std::move(ends.second));
+  look(pair.other);
+  for (std::uint64_t i = 0; i < 50; ++i) pair.one->send(1, frame_of(ControlType::kPosition, i));
+  renew(*pair.ways[0], std::move(ends.first));
+  look(*pair.one);
+  pair.one->send(1, frame_of(ControlType::kPosition, 50));
+  for (std::uint64_t i = 0; i <= 50; ++i) ASSERT_EQ(wait_for_event(pair.other).frame.value, i);
 }
 
 TEST(ControlByWays, AllSocketsAreReleased) {
