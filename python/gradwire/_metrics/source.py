@@ -99,7 +99,7 @@ class Source:
             yield key("gradwire_failures_total", **labels), 1
 
     def _tcp(self, gauges: bool) -> Iterator[tuple[Key, float]]:
-        for each in self._mesh.tcp_sockets:
+        for each in list(self._mesh.tcp_sockets):  # which others change
             now = each.info()
             if now is not None:
                 self._last[each] = now

@@ -1,6 +1,7 @@
 """A way between two ranks whose sockets have ended is made anew while the communicator lives."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -237,14 +238,31 @@ def test_a_communicator_closes_at_once_while_a_way_is_made_anew(network: Network
 def test_nothing_listens_once_the_communicator_is_closed(network: Network) -> None:
     def body(comm: Communicator, pipe: Any) -> None:
         began = _listening()
-        comm.close()
-        until = Deadline(hosts.LIMIT)
-        while any(each.name.startswith("gradwire-ways") for each in threading.enumerate()):
-            assert not until.passed
-        assert began == (1 if comm.rank == 0 else 0)  # rank 1 had connected
-        assert not _listening()
+        with _forked_child():
+            comm.close()
+            until = Deadline(hosts.LIMIT)
+            while any(each.name.startswith("gradwire-ways") for each in threading.enumerate()):
+                assert not until.passed
+            assert began == (1 if comm.rank == 0 else 0)  # rank 1 had connected
+            assert not _listening()
 
     network.values(range(2), body, environment=lambda _: NAMED)
+
+
+@contextlib.contextmanager
+def _forked_child() -> Iterator[None]:
+    """Meanwhile a child of this process lives, which has copies of its sockets."""
+    (ready, began), (end, ends) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.write(began, b"1")
+        os.read(end, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    yield
+    os.close(ends)
+    os.waitpid(child, 0)
 
 
 def _listening() -> int:

@@ -8,6 +8,7 @@ ranks hand theirs to the core, which takes them between messages. What fails is 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ _ALL_SECONDS = 30.0  # for all sockets of a way
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0  # before the first attempt, and between later ones
 _STABLE_SECONDS = 60.0  # after which a way that failed again is as one that never had
 
+_open: set[Authenticator] = set()  # of this process
+
 _log = logging.getLogger("gradwire")
 
 
@@ -41,10 +44,17 @@ def watch(mesh: Mesh, ways: dict[int, _core.Ways]) -> None:
         AuthenticatingThread(
             target=_Watch(mesh, ways).run, name="gradwire-ways", daemon=True
         ).start()
-    if ways and listeners:
+    accepted = {peer: each for peer, each in ways.items() if not mesh.peers[peer].dials}
+    if accepted:
         AuthenticatingThread(
-            target=_accept, args=(mesh, ways, listeners), name="gradwire-ways-accept", daemon=True
+            target=_accept,
+            args=(mesh, accepted, listeners),
+            name="gradwire-ways-accept",
+            daemon=True,
         ).start()
+    else:
+        for listener in listeners:
+            listener.close()
 
 
 def _parts(peer: Peer, way: int) -> list[int]:
@@ -59,8 +69,10 @@ def _hand_over(
     """Hands all sockets of a way to the core."""
     for sock in sockets:
         outlive_outages(sock)
-    alive = [each for each in mesh.tcp_sockets if each.info() is not None]
-    mesh.tcp_sockets = alive + [each for sock in sockets for each in watched(sock, peer)]
+    # Another thread may change the list, too, but hands over no sockets to this peer.
+    for each in [each for each in mesh.tcp_sockets if each.peer == peer and each.info() is None]:
+        mesh.tcp_sockets.remove(each)
+    mesh.tcp_sockets += [each for sock in sockets for each in watched(sock, peer)]
     parts = _parts(mesh.peers[peer], hello.way)
     given = [(*hand_over(sock), part) for sock, part in zip(sockets, parts, strict=True)]
     ways.renew(hello.way, hello.generation, given)
@@ -158,8 +170,7 @@ class _Renewals:
     """Admits the sockets of ways that peers make anew, and keeps them until a set is whole."""
 
     def __init__(self, mesh: Mesh, ways: dict[int, _core.Ways]) -> None:
-        self._mesh = mesh
-        self._ways = {peer: each for peer, each in ways.items() if not mesh.peers[peer].dials}
+        self._mesh, self._ways = mesh, ways
         self._sets: dict[tuple[int, int], _Set] = {}  # by peer and way
 
     def check(self, hello: Hello, _: socket.socket) -> None:
@@ -219,6 +230,7 @@ def _accept(mesh: Mesh, ways: dict[int, _core.Ways], listeners: Sequence[socket.
             listener.close()
         _log.warning("rank %d cannot accept ways that are made anew: %s", mesh.rank, error)
         return
+    _open.add(authenticator)
     try:
         while any(each.in_use for each in ways.values()):
             for admitted in authenticator.poll(_LOOK_SECONDS):
@@ -226,6 +238,17 @@ def _accept(mesh: Mesh, ways: dict[int, _core.Ways], listeners: Sequence[socket.
     finally:
         authenticator.close()
         renewals.close()
+        _open.discard(authenticator)
+
+
+def _release_in_child() -> None:
+    """Closes a forked child's copies, by which its parent's ports would stay open."""
+    for authenticator in list(_open):
+        authenticator.close()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _tell(mesh: Mesh, peer: int, way: int, works: bool, why: str) -> None:
