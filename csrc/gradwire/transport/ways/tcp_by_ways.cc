@@ -189,6 +189,7 @@ void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
   take_new_ways(peer);
   TcpLink& link = link_to(peer);
   TcpWays& ways = *link.ways;
+  ways.tell(now);  // of what lasted, also where it is over now
   const double limit = seconds_to_dead(link.streams.front().wire.socket);
   std::vector<double> waits(at(connection(peer).counts().ways));
   std::vector<bool> stalled(waits.size());
@@ -208,7 +209,6 @@ void TcpTransport::look_after_ways(Rank peer, Clock::time_point now) {
     else if (waits[way] == 0)
       ways.use_again(static_cast<int>(way));
   }
-  ways.tell(now);
   // This rank may wait for others for long, and these for the peer, which sends again what it does
   // not know to be read.
   if (armed_) set_all_aside(peer);

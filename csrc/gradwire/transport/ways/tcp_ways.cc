@@ -72,7 +72,7 @@ void TcpWays::use_again(int number) {
 }
 
 void TcpWays::renew(int number, std::uint32_t generation) {
-  leave_out(number, State::kEnded, "it is made anew");
+  leave_out(number, State::kEnded, {});  // no news where it works
   Way& way = ways_[at(number)];
   way.state = State::kLeftOut;
   way.generation = generation;
@@ -84,7 +84,8 @@ void TcpWays::renew(int number, std::uint32_t generation) {
 void TcpWays::tell(Clock::time_point now) {
   for (int number = 0; number < all_->count(); ++number) {
     Way& way = ways_[at(number)];
-    if (way.state == State::kUsed || way.told || now - way.since < kTell) continue;
+    if (way.state == State::kUsed || way.told || way.why.empty()) continue;
+    if (now - way.since < kTell) continue;
     way.told = true;
     all_->leave_out(number, this, way.why);
   }
