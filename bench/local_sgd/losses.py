@@ -2,6 +2,7 @@
 
     python -m bench.local_sgd.losses           # an hour of one core; goes on where it ended
     python -m bench.local_sgd.losses --report  # writes the tables of what has been run
+    python -m bench.local_sgd.losses --parts sparse --steps 6000 --output bench/results/sparse-DATE
 
 All ranks are in one process, and all ways compute as many gradients of the same windows of text.
 Every learning rate is searched with the first seed; the others train at the best one. Ranks' outer
@@ -26,8 +27,8 @@ from gradwire.torch.outer.outer import OuterOptimizer
 
 from bench.common.report import beside, save, stem_of
 from bench.local_sgd.losses_report import (
-    DENSER,
     SPARSE,
+    SPARSE_WAYS,
     TWO_BITS,
     Outcome,
     Way,
@@ -42,6 +43,7 @@ SEEDS = (1, 2, 3)
 _WARM_UP, _UNSEEN, _LEAST = 0.1, 256, 1024  # elements that are compressed
 _RATES = {"adamw": (0.004, 0.008, 0.016), "muon": (0.01, 0.02, 0.04)}
 _LOCAL_RATES = {"adamw": (0.002, 0.004, 0.008), "muon": (0.005, 0.01, 0.02)}  # between averages
+_SPARSE_RATES = (0.004, 0.008)
 _BESIDE_MUON = 0.008  # AdamW's rate for what Muon does not train
 _MUON_MOMENTUM, _MUON_DECAY = 0.95, 0.1
 _MODULE = "bench.local_sgd.losses"
@@ -234,16 +236,20 @@ class Runs:
 
 def by_rounds(runs: Runs, steps: int) -> None:
     """DiLoCo and SparseLoCo by length of a round; rates are those of rounds of 30 steps."""
-    dense = _dense(runs, 4, steps)
-    sparse = Way("adamw", 0.0, 4, steps, 30, 1.0, 0.0, SPARSE, 0.95)
-    sparse = runs.best(sparse._replace(rate=each) for each in _RATES["adamw"])
+    dense, sparse = _dense(runs, 4, steps), _sparse(runs, steps)
     for every in (30, 50, 100, 250, 15):
         runs.train(sparse._replace(every=every))
         runs.train(dense._replace(every=every))
-    for decay in (0.9, 1.0):
-        runs.train(sparse._replace(decay=decay))
-    runs.train(sparse._replace(codec=DENSER))
-    runs.train(sparse._replace(codec="none", decay=1.0))  # plain averages
+
+
+def by_sparse(runs: Runs, steps: int) -> None:
+    """SparseLoCo in several ways, beside DiLoCo and plain averages, rounds of 30 steps."""
+    dense, sparse = _dense(runs, 4, steps), _sparse(runs, steps)
+    for way in (dense, sparse, sparse._replace(codec="none", decay=1.0)):
+        runs.train(way)
+    for codec, outer_rate, decay in SPARSE_WAYS:
+        way = sparse._replace(codec=codec, outer_rate=outer_rate, decay=decay)
+        runs.train(runs.best(way._replace(rate=each) for each in _SPARSE_RATES))
 
 
 def by_ranks(runs: Runs, steps: int) -> None:
@@ -263,6 +269,12 @@ def by_inner(runs: Runs, steps: int) -> None:
     runs.train(runs.best(_rates(Way("muon", 0.0, 1, steps))))
 
 
+def _sparse(runs: Runs, steps: int) -> Way:
+    """The best SparseLoCo with its authors' outer rate and decay."""
+    way = Way("adamw", 0.0, 4, steps, 30, 1.0, 0.0, SPARSE, 0.95)
+    return runs.best(way._replace(rate=each) for each in _RATES["adamw"])
+
+
 def _dense(runs: Runs, ranks: int, steps: int) -> Way:
     """The best DiLoCo: its inner rate at the usual outer momentum, then that momentum."""
     best = runs.best(_rates(Way("adamw", 0.0, ranks, steps, 30)))
@@ -274,7 +286,7 @@ def _rates(way: Way) -> list[Way]:
     return [way._replace(rate=each) for each in rates[way.inner]]
 
 
-PARTS = {"inner": by_inner, "ranks": by_ranks, "rounds": by_rounds}
+PARTS = {"inner": by_inner, "ranks": by_ranks, "rounds": by_rounds, "sparse": by_sparse}
 
 
 def main() -> int:
@@ -292,7 +304,10 @@ def main() -> int:
     for seeds in () if options.report else (options.seeds[:1], options.seeds):
         for each in options.parts:
             PARTS[each](Runs(path, seeds), options.steps)
-    save(stem, None, document(read(path), f"python -m {_MODULE} --steps {options.steps}"))
+    words = ["python", "-m", _MODULE, "--steps", str(options.steps)]
+    if options.parts != list(PARTS):
+        words += ["--parts", *options.parts]
+    save(stem, None, document(read(path), " ".join(words)))
     return 0
 
 

@@ -13,6 +13,15 @@ from bench.common import report
 SPARSE = "topk:density=0.015625,values=2bit"
 DENSER = "topk:density=0.0625,values=2bit"
 TWO_BITS = "topk:density=1,values=2bit"
+SPARSE_WAYS = (  # codec, outer rate, decay of residuals
+    (SPARSE, 1.0, 0.9),
+    (SPARSE, 1.0, 1.0),
+    (SPARSE, 2.0, 0.95),
+    (SPARSE, 3.0, 0.8),
+    (SPARSE, 3.0, 0.9),
+    (DENSER, 1.0, 0.95),
+    (DENSER, 3.0, 0.8),
+)
 
 
 class Way(NamedTuple):
@@ -143,18 +152,17 @@ class Rows:
                 if row is not None:
                     rows.append([title, f"`{codec}`", row.losses, row.above(dense), row.ratio])
         head = "inside | outer gradients | loss | above AdamW, dense | fewer bytes"
-        return report.table(head, rows, "ll")
+        return report.table(head, rows, "ll") if rows else []
 
     def variants(self) -> list[str]:
-        """SparseLoCo by decay of residuals, and by density."""
-        ways = [(SPARSE, 0.9), (SPARSE, 0.95), (SPARSE, 1.0), (DENSER, 0.95)]
-        found = [self.best(sparse=True, every=30, codec=each, decay=decay) for each, decay in ways]
-        rows = [
-            [f"`{row.way.codec}`", str(row.way.decay), row.losses, row.above(self._diloco(4))]
-            for row in found
-            if row is not None
-        ]
-        return report.table("SparseLoCo | decay | loss | above DiLoCo", rows)
+        """SparseLoCo by density, outer rate, and decay of residuals."""
+        rows = []
+        for codec, rate, decay in ((SPARSE, 1.0, 0.95), *SPARSE_WAYS):
+            row = self.best(sparse=True, every=30, codec=codec, outer_rate=rate, decay=decay)
+            if row is not None:
+                above = row.above(self._diloco(4))
+                rows.append([f"`{codec}`", str(rate), str(decay), row.losses, above])
+        return report.table("SparseLoCo | outer rate | decay | loss | above DiLoCo", rows)
 
     def searched(self) -> list[str]:
         """Everything that was run."""
@@ -182,7 +190,7 @@ class Rows:
         return self.best(inner="adamw", ranks=ranks, every=every, codec="none")
 
     def _sparse(self, every: int) -> Row | None:
-        return self.best(sparse=True, every=every, codec=SPARSE, decay=0.95)
+        return self.best(sparse=True, every=every, codec=SPARSE, outer_rate=1.0, decay=0.95)
 
 
 def document(outcomes: Sequence[Outcome], command: str) -> str:
