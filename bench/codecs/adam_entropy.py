@@ -34,9 +34,9 @@ class State:
         bits = [each.view(np.uint32).astype(np.int64) for each in self._tensors]
         return [(each & 0x7FFFFFFF) >> (23 - mantissa) for each in bits]
 
-    def flat(self) -> _Whole:
-        """All exponents."""
-        return np.concatenate([each.reshape(-1) for each in self.each()])
+    def flat(self, mantissa: int = 0) -> _Whole:
+        """The same of all tensors."""
+        return np.concatenate([each.reshape(-1) for each in self.each(mantissa)])
 
     def means(self, mantissa: int = 0, *, columns: bool) -> NDArray[np.float64]:
         """For each element the mean of its row, and its column's beyond that of all."""
@@ -51,9 +51,8 @@ class State:
 
     def beyond(self, mantissa: int) -> _Whole:
         """How far each element is from its row's and column's mean, in steps of its mantissa."""
-        flat = np.concatenate([each.reshape(-1) for each in self.each(mantissa)])
         mean = np.rint(self.means(mantissa, columns=True)).astype(np.int64)
-        return np.clip(flat - mean, -4096, 4095)
+        return np.clip(self.flat(mantissa) - mean, -4096, 4095)
 
 
 def bits(codes: _Whole, context: _Whole | None = None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gradwire._base.deadline import Deadline
 from gradwire._base.environment import MOST_STREAMS
@@ -183,14 +183,18 @@ class Acceptor:
             return _key(hello) in self._expected
 
     def _check(self, hello: Hello, _: socket.socket) -> None:
-        mesh = self._mesh
-        if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
-            raise HandshakeError("it belongs to another communicator, or another start of the job")
-        if hello.target != mesh.rank or not self._may_come(hello):
-            raise HandshakeError(
-                f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
-                f"{hello.target} for {hello.purpose.name.lower()}"
-            )
+        check_hello(self._mesh, hello, self._may_come)
+
+
+def check_hello(mesh: Mesh, hello: Hello, may_come: Callable[[Hello], bool]) -> None:
+    """Raises HandshakeError for a hello to another mesh, or one that may not come."""
+    if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
+        raise HandshakeError("it belongs to another communicator, or another start of the job")
+    if hello.target != mesh.rank or not may_come(hello):
+        raise HandshakeError(
+            f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
+            f"{hello.target} for {hello.purpose.name.lower()}"
+        )
 
 
 def sockets_of_ways(ways: Sequence[int]) -> list[tuple[Purpose, int]]:

@@ -348,6 +348,19 @@ TEST(NewsOfWays, AnEndOfOlderSocketsIsNoEndOfTheWay) {
   EXPECT_TRUE(ways.take(0, 0).empty());
 }
 
+TEST(NewsOfWays, OfAWayThatIsMadeAnewOnlyThatItHadFailed) {
+  const auto all = std::make_shared<Ways>(2);
+  TcpWays ways(all, kLargest);
+  ways.leave_out(1, TcpWays::State::kEnded, "reset");
+  for (int way = 0; way < 2; ++way) ways.renew(way, 1);  // way 0 has worked
+  ways.tell(TcpWays::Clock::now() + std::chrono::seconds(1));
+  const auto failed = all->next();
+  ASSERT_TRUE(failed);
+  EXPECT_EQ(failed->way, 1);
+  EXPECT_EQ(failed->why, "reset");
+  EXPECT_FALSE(all->next());
+}
+
 TEST(NewsOfWays, OneLineForAllLinksOfAPeer) {
   Ways ways(2);
   const int one = 1, other = 2;

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from gradwire import _core
 from gradwire._base.deadline import Deadline
 from gradwire._base.threads import AuthenticatingThread
-from gradwire._bootstrap.acceptor import LANES
+from gradwire._bootstrap.acceptor import LANES, check_hello
 from gradwire._bootstrap.authenticator import Admitted, Authenticator
-from gradwire._bootstrap.handshake import HandshakeError, Hello, Purpose, client_handshake
+from gradwire._bootstrap.handshake import Hello, Purpose, client_handshake
 from gradwire._bootstrap.mesh import Mesh, Peer
 from gradwire._errors import Error
 from gradwire._host.keepalive import outlive_outages
@@ -175,14 +175,7 @@ class _Renewals:
 
     def check(self, hello: Hello, _: socket.socket) -> None:
         """Raises HandshakeError for a socket of no such way."""
-        mesh = self._mesh
-        if (hello.communicator, hello.epoch) != (mesh.communicator, mesh.job.epoch):
-            raise HandshakeError("it belongs to another communicator, or another start of the job")
-        if hello.target != mesh.rank or not self._may_come(hello):
-            raise HandshakeError(
-                f"rank {mesh.rank} does not expect rank {hello.source} to connect to rank "
-                f"{hello.target} for {hello.purpose.name.lower()} while they are connected"
-            )
+        check_hello(self._mesh, hello, self._may_come)
 
     def _may_come(self, hello: Hello) -> bool:
         if hello.purpose != Purpose.WAY or hello.source not in self._ways:
