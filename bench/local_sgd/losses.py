@@ -2,7 +2,7 @@
 
     python -m bench.local_sgd.losses           # an hour of one core; goes on where it ended
     python -m bench.local_sgd.losses --report  # writes the tables of what has been run
-    python -m bench.local_sgd.losses --parts sparse --steps 6000 --output bench/results/sparse-DATE
+    python -m bench.local_sgd.losses --parts sparse --steps 6000 --output sparse-loco
 
 All ranks are in one process, and all ways compute as many gradients of the same windows of text.
 Every learning rate is searched with the first seed; the others train at the best one. Ranks' outer
